@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes tiny, seeded Qwen3 checkpoints (config.json and safetensors) that both runtimes load; nothing is downloaded.
+
+The initial weights are wider than Hugging Face's default: a standard deviation of 0.02 gives near-uniform
+logits, and those hide rounding differences.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+WEIGHTS = "model.safetensors"
+
+
+def qwen3_weights(
+    *,
+    seed: int,
+    layers: int = 3,
+    hidden: int = 128,
+    ffn: int = 256,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    vocab: int = 512,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of one model by Hugging Face name; the same seed always gives the same bytes."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int, gain: float) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=generator) * gain).to(dtype)
+
+    def scale(size: int) -> torch.Tensor:
+        return (1.0 + 0.1 * torch.randn(size, generator=generator)).to(dtype)
+
+    weights = {"model.embed_tokens.weight": matrix(vocab, hidden, 1.0)}
+    for index in range(layers):
+        at = f"model.layers.{index}."
+        weights[f"{at}input_layernorm.weight"] = scale(hidden)
+        weights[f"{at}self_attn.q_proj.weight"] = matrix(heads * head_dim, hidden, hidden**-0.5)
+        weights[f"{at}self_attn.k_proj.weight"] = matrix(kv_heads * head_dim, hidden, hidden**-0.5)
+        weights[f"{at}self_attn.v_proj.weight"] = matrix(kv_heads * head_dim, hidden, hidden**-0.5)
+        weights[f"{at}self_attn.q_norm.weight"] = scale(head_dim)
+        weights[f"{at}self_attn.k_norm.weight"] = scale(head_dim)
+        o_width = heads * head_dim
+        weights[f"{at}self_attn.o_proj.weight"] = matrix(hidden, o_width, o_width**-0.5)
+        weights[f"{at}post_attention_layernorm.weight"] = scale(hidden)
+        weights[f"{at}mlp.gate_proj.weight"] = matrix(ffn, hidden, hidden**-0.5)
+        weights[f"{at}mlp.up_proj.weight"] = matrix(ffn, hidden, hidden**-0.5)
+        weights[f"{at}mlp.down_proj.weight"] = matrix(hidden, ffn, ffn**-0.5)
+    weights["model.norm.weight"] = scale(hidden)
+    weights["lm_head.weight"] = matrix(vocab, hidden, 3.0 * hidden**-0.5)
+    return weights
+
+
+def save_weights(path: Path | str, weights: dict[str, torch.Tensor]) -> Path:
+    """Write tensors under Hugging Face names to the safetensors file ``path`` and return it."""
+    target = Path(path)
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, target, {"format": "pt"})
+    return target
+
+
+def make_qwen3(
+    path: Path | str,
+    *,
+    seed: int,
+    layers: int = 3,
+    hidden: int = 128,
+    ffn: int = 256,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    vocab: int = 512,
+    max_positions: int = 2048,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Write a dense Qwen3 checkpoint without bias and with an untied head to folder ``path``; return it.
+
+    The tokens 0, 1 and 2 are pad, begin and end. No tokenizer is written: prompts are token ids.
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = qwen3_weights(
+        seed=seed,
+        layers=layers,
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=vocab,
+        dtype=dtype,
+    )
+    save_weights(folder / WEIGHTS, weights)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": ffn,
+        "layer_types": ["full_attention"] * layers,
+        "max_position_embeddings": max_positions,
+        "max_window_layers": layers,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "dtype": str(dtype).removeprefix("torch."),
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": vocab,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return folder
