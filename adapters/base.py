@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every adapter does: describe a runtime, plan, install, verify what is really there, remove, take a census.
+
+An adapter is found by entry point (group ``isoexec.adapters``), ours and others' by the same door.  ``verify`` never trusts a
+name or a flag: it runs the registry's canary through the bound object and digests what comes out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol, cast, runtime_checkable
+
+from isoexec.contracts.errors import InstallError
+from isoexec.contracts.schema import Contract
+from isoexec.contracts.topology import check_topology
+from isoexec.kernels import registry
+
+__all__ = [
+    "REGIONS",
+    "Adapter",
+    "Binding",
+    "CensusEntry",
+    "Enforcement",
+    "Plan",
+    "RegionReport",
+    "Report",
+    "RuntimeDescription",
+    "contract_from_env",
+    "enforcement_from_env",
+    "load_adapter",
+    "make_plan",
+]
+
+REGIONS: tuple[str, ...] = (
+    "embedding",
+    "norm",
+    "qk_norm",
+    "column_linear",
+    "row_linear",
+    "rope",
+    "attention",
+    "silu_mul",
+    "lm_head",
+    "logprobs",
+)
+"""The regions of a dense model, in forward order."""
+
+
+class Enforcement(StrEnum):
+    """How far an adapter goes in a region."""
+
+    OFF = "off"
+    OBSERVE = "observe"
+    INSTALL = "install"
+    INSTALL_REFUSE = "install+refuse"
+
+    @property
+    def installs(self) -> bool:
+        return self in (Enforcement.INSTALL, Enforcement.INSTALL_REFUSE)
+
+    @property
+    def refuses(self) -> bool:
+        return self is Enforcement.INSTALL_REFUSE
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeDescription:
+    """A runtime as found: ``topology`` maps an axis to its live degree, ``modules`` a region to the objects that serve it."""
+
+    runtime: str
+    role: str
+    versions: Mapping[str, str]
+    topology: Mapping[str, int]
+    modules: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """One region of one runtime and the function it is to compute."""
+
+    region: str
+    function: str
+    provider: str
+    source: str
+    constants: Mapping[str, Any]
+    enforcement: Enforcement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What ``install`` will do in this process."""
+
+    role: str
+    contract: Contract
+    topology: Mapping[str, int]
+    bindings: tuple[Binding, ...]
+
+    def binding(self, region: str) -> Binding | None:
+        """The binding of a region, or None where enforcement is off."""
+        return next((b for b in self.bindings if b.region == region), None)
+
+    def installs(self, region: str) -> bool:
+        binding = self.binding(region)
+        return binding is not None and binding.enforcement.installs
+
+    def constant(self, region: str, name: str) -> Any:
+        """A contract constant of a region; InstallError when the contract does not hold it."""
+        binding = self.binding(region)
+        if binding is None or name not in binding.constants:
+            found = sorted(binding.constants) if binding else "no binding"
+            raise InstallError(
+                region=region, wanted=f"constant {name!r}", found=str(found), fix="add it to the contract's composition"
+            )
+        return binding.constants[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionReport:
+    """What is bound in a region now.  ``canary`` is the digest of the bound object's output on the registry's canary input."""
+
+    region: str
+    object: str
+    provider: str
+    source: str
+    canary: str | None
+    expected_canary: str | None
+    enforcement: Enforcement
+    problem: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.problem is None and self.canary is not None and self.canary == self.expected_canary
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "object": self.object,
+            "provider": self.provider,
+            "source": self.source,
+            "canary": self.canary,
+            "expected_canary": self.expected_canary,
+            "enforcement": str(self.enforcement),
+            "problem": self.problem,
+            "ok": self.ok,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The live state of one process of a runtime."""
+
+    role: str
+    rank: int
+    world: int
+    topology: Mapping[str, int]
+    regions: tuple[RegionReport, ...]
+
+    def problems(self) -> tuple[str, ...]:
+        """One line per region that is not what the contract says; regions only observed or off are not judged."""
+        return tuple(
+            f"{r.region}: {r.problem or f'canary {r.canary} is not {r.expected_canary}'} (bound: {r.object})"
+            for r in self.regions
+            if r.enforcement.installs and not r.ok
+        )
+
+    def require(self) -> None:
+        """Raise InstallError naming the first region that is not installed where refusal was asked for."""
+        for r in self.regions:
+            if r.enforcement.refuses and not r.ok:
+                raise InstallError(
+                    region=r.region,
+                    wanted=f"{r.provider} with canary {r.expected_canary}",
+                    found=f"{r.object} with canary {r.canary}" + (f": {r.problem}" if r.problem else ""),
+                    fix="install the adapter in this process, or lower the region's enforcement",
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CensusEntry:
+    """One arithmetic operator that ran outside every contract region, and how often."""
+
+    operator: str
+    calls: int
+
+
+@runtime_checkable
+class Adapter(Protocol):
+    """One runtime's adapter."""
+
+    role: str
+
+    def describe(self) -> RuntimeDescription: ...
+
+    def plan(self, contract: Contract) -> Plan: ...
+
+    def install(self, plan: Plan) -> None: ...
+
+    def verify(self) -> Sequence[Report]: ...
+
+    def remove(self) -> None: ...
+
+    def census(self) -> Sequence[CensusEntry]: ...
+
+
+def enforcement_from_env(text: str | None = None) -> dict[str, Enforcement]:
+    """Region -> enforcement from ``ISOEXEC_ENFORCE`` (``mode`` or ``region=mode,...``); ``install+refuse`` where unsaid."""
+    raw = os.environ.get("ISOEXEC_ENFORCE", "") if text is None else text
+    modes = dict.fromkeys(REGIONS, Enforcement.INSTALL_REFUSE)
+    for part in filter(None, (p.strip() for p in raw.split(","))):
+        region, _, mode = part.rpartition("=")
+        if mode not in list(Enforcement) or (region and region not in REGIONS):
+            raise InstallError(
+                region=region or "ISOEXEC_ENFORCE",
+                wanted=f"mode ({', '.join(Enforcement)}) or region=mode, regions {', '.join(REGIONS)}",
+                found=part,
+                fix="correct ISOEXEC_ENFORCE",
+            )
+        for name in [region] if region else REGIONS:
+            modes[name] = Enforcement(mode)
+    return modes
+
+
+def contract_from_env() -> Contract | None:
+    """The contract named by ``ISOEXEC_CONTRACT``, or None when the run is only monitored."""
+    path = os.environ.get("ISOEXEC_CONTRACT")
+    return Contract.load(Path(path)) if path else None
+
+
+def make_plan(contract: Contract, role: str, topology: Mapping[str, int], dtype: str | None = None) -> Plan:
+    """Bind every region the contract gives ``role`` to the kernel in this installation.
+
+    Raises TopologyError for a degree the contract does not admit, and InstallError when a region's kernel is of another source
+    than the admitted provider (an edited or older kernel has no evidence) or the model dtype is not admitted.
+    """
+    check_topology(contract, role, dict(topology))
+    admitted = contract.model.dtypes
+    if dtype is not None and dtype not in admitted:
+        raise InstallError(
+            region="model", wanted=f"dtype in {list(admitted)}", found=dtype, fix="load the model in an admitted dtype"
+        )
+    modes = enforcement_from_env()
+    bindings = []
+    for name in REGIONS:
+        mode = modes[name]
+        if mode is Enforcement.OFF:
+            continue
+        region = contract.region(name)
+        provider = region.provider(role)
+        found = registry.source_digest(region.function)
+        if mode.installs and provider.source != found:
+            raise InstallError(
+                region=name,
+                wanted=f"{provider.name} of source {provider.source}",
+                found=f"{region.function} of source {found}",
+                fix="use the release the contract was pinned for, or pin the contract anew: isoexec contract pin",
+            )
+        bindings.append(
+            Binding(
+                region=name,
+                function=region.function,
+                provider=provider.name,
+                source=found,
+                constants=dict(region.constants),
+                enforcement=mode,
+            )
+        )
+    return Plan(role=role, contract=contract, topology=dict(topology), bindings=tuple(bindings))
+
+
+def load_adapter(name: str) -> type[Adapter]:
+    """The adapter class registered under ``name`` in the entry-point group ``isoexec.adapters``."""
+    known = {e.name: e for e in entry_points(group="isoexec.adapters")}
+    if name not in known:
+        raise InstallError(
+            region="adapter", wanted=name, found=f"adapters {sorted(known)}", fix="install the package that registers it"
+        )
+    return cast(type[Adapter], known[name].load())
