@@ -1,0 +1,61 @@
+# Everything a person or CI runs.  The targets make what they need: environments in .venv and .venv-light, Prometheus in .tools.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Set TORCH_INDEX to PyTorch's CPU wheel index where pip would otherwise fetch a CUDA build of torch.
+TORCH_INDEX ?=
+PIP_EXTRA := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+export PYTHONSAFEPATH := 1
+export OMP_NUM_THREADS := 1
+export PATH := $(CURDIR)/.tools/usr/bin:$(PATH)
+
+LIGHT_ROOMS := tests/contracts tests/daemon tests/dashboards
+ENGINE_ROOMS := tests/kernels tests/probes tests/adapters tests/examples
+
+.PHONY: demo test test-light test-engines lint format prometheus clean
+.DEFAULT_GOAL := test
+
+demo: .venv/.ready
+	-@.ci/prometheus
+	.venv/bin/isoexec demo $(DEMO_ARGS)
+
+test: test-light test-engines
+
+# contracts, daemon and dashboards, where torch, vLLM and Megatron are not installed
+test-light: .venv-light/.ready prometheus
+	.venv-light/bin/python -m pytest -q $(LIGHT_ROOMS) tests/test_packaging.py tests/test_house.py
+
+# kernels, probes and adapters, on the real engines
+test-engines: .venv/.ready prometheus
+	.venv/bin/python -m pytest -q $(ENGINE_ROOMS)
+
+lint: .venv/.ready
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+format: .venv/.ready
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+prometheus:
+	@.ci/prometheus
+
+# One environment for both engines.  Every pin is exact and --no-deps, since two of the engines' declared ranges are wider than what
+# runs: the torchvision that pip would choose does not import beside this torch, and megatron-core declares Python 3.12 but ships,
+# and runs as, a 3.11 wheel.
+.venv/.ready: requirements/engines-cpu.lock pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11) and "IsoExec needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --no-deps --ignore-requires-python $(PIP_EXTRA) -r requirements/engines-cpu.lock
+	.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+.venv-light/.ready: requirements/light.lock pyproject.toml
+	$(PYTHON) -m venv .venv-light
+	.venv-light/bin/python -m pip install --quiet --no-deps -r requirements/light.lock
+	.venv-light/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+clean:
+	rm -rf .venv .venv-light .tools build dist
