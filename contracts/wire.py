@@ -1,0 +1,550 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frames and messages between the probes and the daemon: a msgpack header and raw little-endian arrays.
+
+A frame is the magic ``IXF1``, the header length and the body length as u32le, a msgpack map, and the body:
+the arrays that ``header["arrays"]`` describes, one after the other. No pickle, no object is ever rebuilt from
+a name. Whatever does not fit raises `WireError`, and the connection it came from is not read further.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from isoexec.contracts.errors import WireError
+
+__all__ = [
+    "BODY_LIMIT",
+    "HEADER_LIMIT",
+    "MAGIC",
+    "MESSAGES",
+    "ROLES",
+    "VERSION",
+    "Attestation",
+    "Bye",
+    "FrameReader",
+    "Hello",
+    "Logprobs",
+    "Message",
+    "Probe",
+    "Step",
+    "Weights",
+    "Welcome",
+    "connect",
+    "encode_frame",
+    "listen",
+    "split_weights",
+]
+
+MAGIC = b"IXF1"
+VERSION = 1
+HEADER_LIMIT = 1 << 20
+"""Bytes of header at most."""
+BODY_LIMIT = 64 << 20
+"""Bytes of body at most."""
+ROLES = ("engine", "trainer", "driver")
+CASES = ("engine_prefill", "engine_decode", "trainer_fwd", "trainer_recompute", "trainer_score")
+
+_PREFIX = struct.Struct("<4sII")
+_U64 = 1 << 64
+_NAME_LIMIT = 512
+_NESTING_LIMIT = 32
+
+Buffer = bytes | memoryview
+Check = Callable[[Any], bool]
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _NAME_LIMIT
+
+
+def _long_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _count(value: Any) -> bool:
+    return _integer(value) and 0 <= value < _U64
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _seconds(value: Any) -> bool:
+    return _number(value) and math.isfinite(value)
+
+
+def _mapping(of: Check) -> Check:
+    return lambda value: (
+        isinstance(value, dict) and all(_text(name) and of(item) for name, item in value.items())
+    )
+
+
+def _sequence(of: Check) -> Check:
+    return lambda value: isinstance(value, list | tuple) and all(of(item) for item in value)
+
+
+def _optional(of: Check) -> Check:
+    return lambda value: value is None or of(value)
+
+
+def _one_of(*names: str) -> Check:
+    return lambda value: value in names
+
+
+def _plain(value: Any, depth: int = 0) -> bool:
+    """Whether a value is made of what JSON has, nested no deeper than a contract needs."""
+    if depth > _NESTING_LIMIT:
+        return False
+    if value is None or isinstance(value, str | int | float | bool):
+        return True
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _plain(item, depth + 1) for key, item in value.items())
+    return isinstance(value, list | tuple) and all(_plain(item, depth + 1) for item in value)
+
+
+def _words(value: Any) -> bool:
+    return _sequence(_count)(value) and len(value) == 2
+
+
+def _difference(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 3 and _long_text(value[0]) and _plain(value[1:])
+
+
+def _wire(check: Check, wanted: str, **kwargs: Any) -> Any:
+    return field(metadata={"check": check, "wanted": wanted}, **kwargs)
+
+
+def _array(dtype: str, dims: int) -> Any:
+    return field(metadata={"dtype": dtype, "dims": dims}, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Message:
+    """What every message says about itself. `seq` counts per source, a gap is a loss; `time` is unix s."""
+
+    TYPE: ClassVar[str] = ""
+
+    run: str = _wire(_text, "a string")
+    role: str = _wire(_one_of(*ROLES, "daemon"), f"one of {', '.join(ROLES)}")
+    source: str = _wire(_text, "a string host:pid:rank")
+    seq: int = _wire(_count, "a count", default=0)
+    time: float = _wire(_seconds, "finite unix seconds", default=0.0)
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if "check" in item.metadata and not item.metadata["check"](value):
+                raise WireError(
+                    f"{self.TYPE}.{item.name}: wanted {item.metadata['wanted']}, found {_show(value)}"
+                )
+            if "dtype" in item.metadata:
+                self._check_array(item.name, value, item.metadata["dtype"], item.metadata["dims"])
+
+    def _check_array(self, name: str, value: Any, dtype: str, dims: int) -> None:
+        if not isinstance(value, np.ndarray) or value.dtype != np.dtype(dtype) or value.ndim != dims:
+            found = (
+                f"{value.dtype.str}, {value.ndim} dimensions"
+                if isinstance(value, np.ndarray)
+                else type(value).__name__
+            )
+            raise WireError(
+                f"{self.TYPE}.{name}: wanted an array {dtype} of {dims} dimensions, found {found}"
+            )
+
+    def header(self) -> dict[str, Any]:
+        """The header map of this message, without its arrays."""
+        values = {
+            item.name: getattr(self, item.name)
+            for item in dataclasses.fields(self)
+            if "dtype" not in item.metadata
+        }
+        return {"type": self.TYPE, "v": VERSION, **values}
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """The arrays of this message by name, in the order in which the body holds them."""
+        return {
+            item.name: getattr(self, item.name)
+            for item in dataclasses.fields(self)
+            if "dtype" in item.metadata
+        }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Hello(Message):
+    """Opens a connection. `contract` is the canonical dict, or None when the run only monitors.
+
+    Sources of one role and one `replica` are the ranks of one copy of the model; copies have different names.
+    """
+
+    TYPE: ClassVar[str] = "hello"
+
+    rank: int = _wire(_count, "a rank", default=0)
+    world: int = _wire(_count, "a world size", default=1)
+    replica: str = _wire(_text, "a string", default="")
+    pid: int = _wire(_count, "a process id", default=0)
+    versions: Mapping[str, str] = _wire(_mapping(_text), "{name: version}", default_factory=dict)
+    regime: str = _wire(_text, "a regime name")
+    monitor_only: bool = _wire(_flag, "a bool")
+    policy: str = _wire(_one_of("fail_open", "fail_closed"), "fail_open or fail_closed", default="fail_open")
+    contract: Mapping[str, Any] | None = _wire(
+        _optional(lambda v: isinstance(v, dict) and _plain(v)), "a contract dict or null", default=None
+    )
+    identities: Mapping[str, str] | None = _wire(
+        _optional(_mapping(_text)), "{identity: digest} or null", default=None
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Welcome(Message):
+    """The only reply. `differences` are (path, the sender's value, the run's value)."""
+
+    TYPE: ClassVar[str] = "welcome"
+
+    accepted: bool = _wire(_flag, "a bool")
+    differences: tuple[tuple[str, Any, Any], ...] = _wire(
+        _sequence(_difference), "[[path, theirs, ours], ...]", default=()
+    )
+    message: str = _wire(_long_text, "a string", default="")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Attestation(Message):
+    """What a process found to be really bound, where, and in what environment.
+
+    `regions` maps a region to object, provider, source, canary, expected_canary, enforcement, ok; and, where
+    known, function. A value of None there means that it could not be read.
+    """
+
+    TYPE: ClassVar[str] = "attestation"
+
+    reason: str = _wire(_one_of("start", "sync", "periodic"), "start, sync or periodic")
+    step: int = _wire(_integer, "an integer")
+    weight_version: int = _wire(_integer, "an integer")
+    identities: Mapping[str, str] | None = _wire(
+        _optional(_mapping(_text)), "{identity: digest} or null", default=None
+    )
+    topology: Mapping[str, int] = _wire(_mapping(_count), "{axis: degree}")
+    environment: Mapping[str, Any] = _wire(_mapping(_plain), "{name: value}", default_factory=dict)
+    regions: Mapping[str, Mapping[str, Any]] = _wire(
+        _mapping(_mapping(_plain)), "{region: {...}}", default_factory=dict
+    )
+    rank: int = _wire(_count, "a rank", default=0)
+    world: int = _wire(_count, "a world size", default=1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Logprobs(Message):
+    """Token logprobs of n sequences under one case.
+
+    digests u1 [n, 16] (xxh3-128 over the int32le token ids, prompt and response, up to and including the last
+    position covered), lengths i4 [n] (logprobs of each), starts i4 [n] (position of the first), logprobs f4
+    [sum(lengths)] in nats, tokens i4 [sum(lengths)].
+    """
+
+    TYPE: ClassVar[str] = "logprobs"
+
+    case: str = _wire(_one_of(*CASES), f"one of {', '.join(CASES)}")
+    step: int = _wire(_integer, "an integer")
+    weight_version: int = _wire(_integer, "an integer")
+    temperature: float = _wire(_number, "a number", default=1.0)
+    logprobs_mode: str = _wire(_text, "a string", default="raw_logprobs")
+    digests: npt.NDArray[np.uint8] = _array("|u1", 2)  # noqa: RUF009
+    lengths: npt.NDArray[np.int32] = _array("<i4", 1)  # noqa: RUF009
+    starts: npt.NDArray[np.int32] = _array("<i4", 1)  # noqa: RUF009
+    logprobs: npt.NDArray[np.float32] = _array("<f4", 1)  # noqa: RUF009
+    tokens: npt.NDArray[np.int32] = _array("<i4", 1)  # noqa: RUF009
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        n = self.digests.shape[0]
+        if self.digests.shape[1] != 16 or self.lengths.shape[0] != n or self.starts.shape[0] != n:
+            raise WireError(
+                f"logprobs: wanted digests [n, 16], lengths [n], starts [n], found {self.digests.shape}, "
+                f"{self.lengths.shape}, {self.starts.shape}"
+            )
+        if n and (int(self.lengths.min()) < 0 or int(self.starts.min()) < 0):
+            raise WireError("logprobs: wanted lengths and starts of at least 0, found a negative one")
+        total = int(self.lengths.sum(dtype=np.int64))
+        if self.logprobs.shape[0] != total or self.tokens.shape[0] != total:
+            raise WireError(
+                f"logprobs: lengths add up to {total}, found {self.logprobs.shape[0]} logprobs and "
+                f"{self.tokens.shape[0]} tokens"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Weights(Message):
+    """Partial sums (lo, hi), each mod 2^64, of the digests of the tensors, or shards, that a rank holds.
+
+    numel is the number of elements that this rank covered, total the number that the whole tensor has.
+    Tensors that could not be read are named in `unknown`, never left out.
+    """
+
+    TYPE: ClassVar[str] = "weights"
+
+    weight_version: int = _wire(_integer, "an integer")
+    step: int = _wire(_integer, "an integer")
+    tensors: Mapping[str, tuple[int, int]] = _wire(_mapping(_words), "{name: [lo, hi]}")
+    numel: Mapping[str, int] = _wire(_mapping(_count), "{name: count}")
+    total: Mapping[str, int] = _wire(_mapping(_count), "{name: count}")
+    unknown: tuple[str, ...] = _wire(_sequence(_text), "[name, ...]", default=())
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tensors.keys() != self.numel.keys() or self.tensors.keys() != self.total.keys():
+            raise WireError("weights: tensors, numel and total must name the same tensors")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step(Message):
+    """Times of one step in seconds (generation, score, train, sync, step, probe) and values (loss, ...)."""
+
+    TYPE: ClassVar[str] = "step"
+
+    step: int = _wire(_integer, "an integer")
+    weight_version: int = _wire(_integer, "an integer", default=-1)
+    seconds: Mapping[str, float] = _wire(_mapping(_seconds), "{name: seconds}", default_factory=dict)
+    values: Mapping[str, float] = _wire(_mapping(_number), "{name: number}", default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Probe(Message):
+    """What the probe says about itself since it started: messages sent and dropped, bytes, seconds."""
+
+    TYPE: ClassVar[str] = "probe"
+
+    sent: int = _wire(_count, "a count")
+    dropped: int = _wire(_count, "a count")
+    bytes: int = _wire(_count, "a count", default=0)
+    probe_seconds: float = _wire(_seconds, "seconds", default=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Bye(Message):
+    """Closes a connection on purpose: what follows is not silence."""
+
+    TYPE: ClassVar[str] = "bye"
+
+
+MESSAGES: Mapping[str, type[Message]] = {
+    kind.TYPE: kind for kind in (Hello, Welcome, Attestation, Logprobs, Weights, Step, Probe, Bye)
+}
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def encode_frame(message: Message) -> list[Buffer]:
+    """Give the buffers of one frame, in order, for `socket.sendmsg`; contiguous arrays are not copied."""
+    header = message.header()
+    chunks: list[Buffer] = []
+    described: list[list[Any]] = []
+    body = 0
+    for name, array in message.arrays().items():
+        flat = np.ascontiguousarray(array)
+        described.append([name, flat.dtype.str, list(flat.shape)])
+        body += flat.nbytes
+        if flat.nbytes:
+            chunks.append(memoryview(flat.reshape(-1).view(np.uint8)))
+    if described:
+        header["arrays"] = described
+    packed: bytes = msgpack.packb(header, use_bin_type=True)
+    if len(packed) > HEADER_LIMIT or body > BODY_LIMIT:
+        raise WireError(
+            f"{message.TYPE}: header of {len(packed)} and body of {body} bytes, admitted {HEADER_LIMIT} and "
+            f"{BODY_LIMIT}; send it in several messages"
+        )
+    return [_PREFIX.pack(MAGIC, len(packed), body) + packed, *chunks]
+
+
+def _decode(header_bytes: bytes, body: bytes) -> Message:
+    try:
+        header = msgpack.unpackb(header_bytes, raw=False, strict_map_key=True, use_list=True)
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        raise WireError(f"header: wanted a msgpack map, found {type(error).__name__}: {error}") from error
+    if not isinstance(header, dict):
+        raise WireError(f"header: wanted a map, found {type(header).__name__}")
+    version = header.pop("v", None)
+    if version != VERSION:
+        raise WireError(f"header.v: wanted {VERSION}, found {_show(version)}; run one version on both sides")
+    name = header.pop("type", None)
+    kind = MESSAGES.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise WireError(f"header.type: wanted one of {', '.join(MESSAGES)}, found {_show(name)}")
+    fields = {item.name: item for item in dataclasses.fields(kind)}
+    header.update(_decode_arrays(header.pop("arrays", []), body, fields))
+    unknown = sorted(str(key) for key in header if key not in fields)
+    if unknown:
+        raise WireError(f"{name}: unknown field {_show(unknown[0])}")
+    for key, item in fields.items():
+        if (
+            key not in header
+            and item.default is dataclasses.MISSING
+            and item.default_factory is dataclasses.MISSING
+        ):
+            raise WireError(f"{name}.{key}: missing")
+    return kind(**header)
+
+
+def _decode_arrays(
+    described: Any, body: bytes, fields: Mapping[str, dataclasses.Field[Any]]
+) -> dict[str, npt.NDArray[Any]]:
+    if not isinstance(described, list):
+        raise WireError(f"header.arrays: wanted a list, found {type(described).__name__}")
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    offset = 0
+    for entry in described:
+        if not (isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], str)):
+            raise WireError(f"header.arrays: wanted [name, dtype, shape], found {_show(entry)}")
+        name, dtype, shape = entry
+        wanted = fields[name].metadata.get("dtype") if name in fields else None
+        if wanted is None or dtype != wanted or name in arrays:
+            raise WireError(f"header.arrays: {_show(name)} of {_show(dtype)} is not an array of this message")
+        if not (_sequence(_count)(shape) and len(shape) <= 2):
+            raise WireError(f"header.arrays: shape of {name} is {_show(shape)}")
+        size = math.prod(shape) * np.dtype(wanted).itemsize
+        if offset + size > len(body):
+            raise WireError(f"body: {name} needs bytes {offset} to {offset + size}, found {len(body)}")
+        count = math.prod(shape)
+        arrays[name] = np.frombuffer(body, dtype=wanted, count=count, offset=offset).reshape(shape)
+        offset += size
+    if offset != len(body):
+        raise WireError(f"body: the arrays need {offset} bytes, found {len(body)}")
+    return arrays
+
+
+class FrameReader:
+    """Takes a byte stream in any pieces and gives its messages; the first error poisons the reader."""
+
+    def __init__(self, *, header_limit: int = HEADER_LIMIT, body_limit: int = BODY_LIMIT) -> None:
+        self._buffer = bytearray()
+        self._header_limit = header_limit
+        self._body_limit = body_limit
+        self._error: WireError | None = None
+
+    @property
+    def pending(self) -> int:
+        """Bytes of a frame that is not complete yet; not 0 at end of stream means that it was cut."""
+        return len(self._buffer)
+
+    def feed(self, data: bytes | bytearray | memoryview) -> list[Message]:
+        """Add bytes and give the messages that are complete now. Raises WireError, then and ever after."""
+        return list(self.feed_each(data))
+
+    def feed_each(self, data: bytes | bytearray | memoryview) -> Iterator[Message]:
+        """Add bytes and yield each complete message, so that those before a malformed frame are not lost."""
+        if self._error is not None:
+            raise self._error
+        self._buffer += data
+        try:
+            while (message := self._next()) is not None:
+                yield message
+        except WireError as error:
+            self._error = error
+            self._buffer.clear()
+            raise
+
+    def _next(self) -> Message | None:
+        buffer = self._buffer
+        if not buffer:
+            return None
+        if buffer[:4] != MAGIC[: len(buffer)]:
+            raise WireError(f"frame: wanted magic {MAGIC!r}, found {bytes(buffer[:4])!r}")
+        if len(buffer) < _PREFIX.size:
+            return None
+        _, header_len, body_len = _PREFIX.unpack_from(buffer)
+        if header_len > self._header_limit or body_len > self._body_limit:
+            raise WireError(
+                f"frame: header of {header_len} and body of {body_len} bytes, admitted "
+                f"{self._header_limit} and {self._body_limit}"
+            )
+        body_at = _PREFIX.size + header_len
+        end = body_at + body_len
+        if len(buffer) < end:
+            return None
+        header = bytes(buffer[_PREFIX.size : body_at])
+        body = bytes(memoryview(buffer)[body_at:end])
+        del buffer[:end]
+        return _decode(header, body)
+
+
+def split_weights(message: Weights, *, at_most: int = 4000) -> list[Weights]:
+    """Cut a weights message into messages of at most `at_most` tensors, to keep to the header limit."""
+    names = list(message.tensors)
+    parts: list[Weights] = []
+    for first in range(0, max(len(names), 1), at_most):
+        part = names[first : first + at_most]
+        parts.append(
+            dataclasses.replace(
+                message,
+                tensors={name: message.tensors[name] for name in part},
+                numel={name: message.numel[name] for name in part},
+                total={name: message.total[name] for name in part},
+                unknown=message.unknown if first == 0 else (),
+            )
+        )
+    return parts
+
+
+_SOCKET_NAME = "isoexec.sock"
+
+
+def _at(state_dir: Path) -> tuple[str, int]:
+    """Give an address that fits sockaddr_un however long the path is, and a descriptor to close."""
+    descriptor = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    return f"/proc/self/fd/{descriptor}/{_SOCKET_NAME}", descriptor
+
+
+def connect(state_dir: Path, *, timeout: float | None = 5.0) -> socket.socket:
+    """Open a stream to the daemon of a state directory. Raises OSError when nobody listens."""
+    address, descriptor = _at(state_dir)
+    stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        stream.settimeout(timeout)
+        stream.connect(address)
+    except BaseException:
+        stream.close()
+        raise
+    finally:
+        os.close(descriptor)
+    return stream
+
+
+def listen(state_dir: Path, *, backlog: int = 512) -> socket.socket:
+    """Bind the daemon's socket, mode 0600, in place of one left over; the caller holds the daemon's lock."""
+    (state_dir / _SOCKET_NAME).unlink(missing_ok=True)
+    address, descriptor = _at(state_dir)
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o177)
+    try:
+        server.bind(address)
+        server.listen(backlog)
+    except BaseException:
+        server.close()
+        raise
+    finally:
+        os.umask(mask)
+        os.close(descriptor)
+    return server
