@@ -2,7 +2,7 @@
 """How a run is stopped: the lease page that the daemon renews, and the marker that outlives every restart.
 
 State directory: ``isoexec.sock``, ``journal.sqlite``, ``daemon.json`` and ``runs/<run>/`` with ``lease`` and
-``halt.json``. The marker is written before the lease says halt, so no restart finds the one without the other.
+``halt.json``. The marker is written before the lease says halt, no restart finds the one without the other.
 """
 
 from __future__ import annotations

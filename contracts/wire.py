@@ -367,7 +367,7 @@ def encode_frame(message: Message) -> list[Buffer]:
         described.append([name, flat.dtype.str, list(flat.shape)])
         body += flat.nbytes
         if flat.nbytes:
-            chunks.append(memoryview(flat.reshape(-1).view(np.uint8)))
+            chunks.append(flat.reshape(-1).view(np.uint8).data)
     if described:
         header["arrays"] = described
     packed: bytes = msgpack.packb(header, use_bin_type=True)
