@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Send what the probes see to the daemon without ever making a step wait.
+
+``send`` puts a message into a bounded queue and returns; a thread writes it.  When the daemon stalls or is gone the queue fills and
+further messages are dropped, counted, and reported: every message takes a number before it is queued, so the daemon sees each loss
+as a gap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from isoexec.contracts import wire
+from isoexec.contracts.errors import HandshakeError, WireError
+from isoexec.contracts.halting import default_state_dir
+from isoexec.contracts.schema import Contract
+
+__all__ = ["Client", "ClientStats", "ProbeSettings"]
+
+_log = structlog.get_logger("isoexec.probes")
+_SELF_REPORT_SECONDS = 2.0
+_RETRY_SECONDS = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeSettings:
+    """What a process says of its job; ``from_env`` reads the variables of the attach guide."""
+
+    run: str
+    state_dir: Path
+    regime: str = "bf16_dense"
+    policy: str = "fail_open"
+    contract: Contract | None = None
+
+    @classmethod
+    def from_env(cls) -> ProbeSettings:
+        """ISOEXEC_RUN, ISOEXEC_STATE_DIR, ISOEXEC_REGIME, ISOEXEC_ON_DAEMON_LOSS, ISOEXEC_CONTRACT."""
+        path = os.environ.get("ISOEXEC_CONTRACT")
+        contract = Contract.load(Path(path)) if path else None
+        return cls(
+            run=os.environ.get("ISOEXEC_RUN", "default"),
+            state_dir=default_state_dir(),
+            regime=os.environ.get("ISOEXEC_REGIME", "bitwise" if contract else "bf16_dense"),
+            policy=os.environ.get("ISOEXEC_ON_DAEMON_LOSS", "fail_open"),
+            contract=contract,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientStats:
+    """Counts since the client was made; ``seconds`` is the time that callers of ``send`` spent in it."""
+
+    sent: int
+    dropped: int
+    bytes: int
+    seconds: float
+
+
+class Client:
+    """One process's line to the daemon.  Thread-safe.
+
+    ``role`` is engine, trainer or driver; ``replica`` names one copy of the model, whose ranks are its sources.
+    """
+
+    def __init__(
+        self,
+        settings: ProbeSettings,
+        role: str,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        replica: str = "",
+        versions: Mapping[str, str] | None = None,
+        capacity: int = 256,
+    ) -> None:
+        self.settings = settings
+        self.role = role
+        self.rank = rank
+        self.world = world
+        self.source = f"{socket.gethostname()}:{os.getpid()}:{role}{rank}"
+        self._replica = replica
+        self._versions = dict(versions or {})
+        self._capacity = capacity
+        self._queue: deque[wire.Message] = deque()
+        self._wake = threading.Condition()
+        self._seq = 0
+        self._sent = self._dropped = self._bytes = 0
+        self._seconds = 0.0
+        self._busy = self._closing = False
+        self._socket: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+
+    def connect(self, timeout: float = 10.0) -> wire.Welcome:
+        """Say hello and wait for the answer; afterwards nothing waits any more.
+
+        Raises HandshakeError when the daemon refuses the process (a halted run, or a contract that differs from the run's,
+        with the fields that differ), and OSError when nobody listens within ``timeout`` seconds.
+        """
+        welcome = self._open(timeout)
+        if not welcome.accepted:
+            raise HandshakeError([tuple(d) for d in welcome.differences], welcome.message)
+        self._thread = threading.Thread(target=self._drain, name="isoexec-probe", daemon=True)
+        self._thread.start()
+        return welcome
+
+    def send(self, kind: type[wire.Message], **fields: Any) -> bool:
+        """Queue one message; False when it was dropped because the queue is full.  Raises WireError for bad fields."""
+        start = time.perf_counter()
+        with self._wake:
+            message = self._make(kind, fields)
+            dropped = len(self._queue) >= self._capacity or self._closing
+            if dropped:
+                self._dropped += 1
+            else:
+                self._queue.append(message)
+                self._wake.notify()
+            self._seconds += time.perf_counter() - start
+        return not dropped
+
+    def flush(self, timeout: float = 5.0) -> bool:
+        """Wait until the queue is written; False when it was not in time.  For the end of a job, never for a step."""
+        with self._wake:
+            return self._wake.wait_for(lambda: not self._queue and not self._busy, timeout)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Say goodbye, so that what follows is not taken for silence."""
+        if self._thread is not None:
+            self._report_self()
+            self.send(wire.Bye)
+            self.flush(timeout)
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout)
+        self._shut()
+
+    @property
+    def stats(self) -> ClientStats:
+        with self._wake:
+            return ClientStats(
+                sent=self._sent, dropped=self._dropped, bytes=self._bytes, seconds=self._seconds
+            )
+
+    def _make(self, kind: type[wire.Message], fields: Mapping[str, Any]) -> wire.Message:
+        message = kind(
+            run=self.settings.run, role=self.role, source=self.source, seq=self._seq, time=time.time(), **fields
+        )
+        self._seq += 1  # taken after the checks of the message: what was refused here was never lost on the way
+        return message
+
+    def _open(self, timeout: float) -> wire.Welcome:
+        settings = self.settings
+        contract = settings.contract
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                stream = wire.connect(settings.state_dir, timeout=max(0.1, deadline - time.monotonic()))
+                break
+            except OSError:
+                if time.monotonic() + _RETRY_SECONDS > deadline:
+                    raise
+                time.sleep(_RETRY_SECONDS / 5)
+        with self._wake:
+            hello = self._make(
+                wire.Hello,
+                {
+                    "rank": self.rank,
+                    "world": self.world,
+                    "replica": self._replica,
+                    "pid": os.getpid(),
+                    "versions": self._versions,
+                    "regime": settings.regime,
+                    "monitor_only": contract is None,
+                    "policy": settings.policy,
+                    "contract": contract.to_dict() if contract else None,
+                    "identities": identities(contract),
+                },
+            )
+        try:
+            for buffer in wire.encode_frame(hello):
+                stream.sendall(buffer)
+            stream.settimeout(max(0.1, deadline - time.monotonic()))
+            reader = wire.FrameReader()
+            while True:
+                data = stream.recv(65536)
+                if not data:
+                    raise WireError("the daemon closed the connection instead of answering hello; see its log")
+                for message in reader.feed(data):
+                    if isinstance(message, wire.Welcome):
+                        stream.settimeout(None)
+                        self._socket = stream
+                        return message
+        except BaseException:
+            stream.close()
+            raise
+
+    def _drain(self) -> None:
+        last_report = time.monotonic()
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._queue or self._closing, _SELF_REPORT_SECONDS)
+                if not self._queue and self._closing:
+                    return
+                message = self._queue.popleft() if self._queue else None
+                self._busy = message is not None
+            if message is not None:
+                self._write(message)
+            with self._wake:
+                self._busy = False
+                if not self._queue:
+                    self._wake.notify_all()
+            if time.monotonic() - last_report > _SELF_REPORT_SECONDS:
+                last_report = time.monotonic()
+                self._report_self()
+
+    def _write(self, message: wire.Message) -> None:
+        try:
+            buffers = wire.encode_frame(message)
+        except WireError as error:
+            _log.error("message refused", type=message.TYPE, error=str(error))
+            self._count_drop()
+            return
+        while True:
+            try:
+                if self._socket is None and not self._open(_RETRY_SECONDS).accepted:
+                    self._shut()
+                    raise OSError("the daemon refuses this process now")
+                assert self._socket is not None
+                for buffer in buffers:
+                    self._socket.sendall(buffer)
+            except (OSError, WireError):
+                self._shut()
+                with self._wake:
+                    if self._closing:
+                        self._dropped += 1
+                        return
+                time.sleep(_RETRY_SECONDS)
+                continue
+            with self._wake:
+                self._sent += 1
+                self._bytes += sum(memoryview(b).nbytes for b in buffers)
+            return
+
+    def _report_self(self) -> None:
+        s = self.stats
+        self.send(wire.Probe, sent=s.sent, dropped=s.dropped, bytes=s.bytes, probe_seconds=s.seconds)
+
+    def _count_drop(self) -> None:
+        with self._wake:
+            self._dropped += 1
+
+    def _shut(self) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.close()
+            self._socket = None
+
+
+def identities(contract: Contract | None) -> dict[str, str] | None:
+    """The three identity digests of a contract as the wire carries them."""
+    if contract is None:
+        return None
+    return {
+        "semantic": contract.semantic,
+        "numerical_policy": contract.numerical_policy,
+        "deployment": contract.deployment,
+    }

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stop a run at a step boundary when the daemon says so: every rank at the same step, after a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+import torch
+import torch.distributed as dist
+
+from isoexec.contracts.errors import HaltedError
+from isoexec.contracts.halting import HaltMarker, Lease, LeasePage, LeaseState, Policy, StateDirectory
+from isoexec.probes.client import ProbeSettings
+
+__all__ = ["Guard"]
+
+_log = structlog.get_logger("isoexec.probes")
+_GO, _HALT = 0, 1
+
+
+class Guard:
+    """Reads the lease of a run.  Making one raises HaltedError while the run's halt marker lies there.
+
+    The lease page exists once a process of the run has said hello, so make the guard after ``Client.connect``.
+    """
+
+    def __init__(self, settings: ProbeSettings) -> None:
+        self._run = settings.run
+        self._directory = StateDirectory(settings.state_dir).run(settings.run)
+        self._policy = Policy.FAIL_CLOSED if settings.policy == "fail_closed" else Policy.FAIL_OPEN
+        self._lost = False
+        marker = HaltMarker.read(self._directory.path)
+        if marker is not None:
+            raise HaltedError(marker)
+        self._page = LeasePage.open(self._directory.lease)
+
+    def check(self, step: int, *, group: Any = None, checkpoint: Callable[[], object] | None = None) -> None:
+        """Go on, or raise HaltedError on every rank of ``group`` at this same step, after ``checkpoint``.
+
+        Call it at each step boundary on every rank.  ``group`` is a torch process group; None means this process alone.  When
+        the lease is lost (the daemon is dead or hung) the run's declared policy decides: fail_open goes on and says so,
+        fail_closed halts with verdict ``unknown``.
+        """
+        local = _GO if self._page.fine() else self._decide()
+        if _agree(local, group) == _GO:
+            return
+        marker = self._marker(step)
+        if checkpoint is not None:
+            checkpoint()
+        raise HaltedError(marker)
+
+    def _decide(self) -> int:
+        lease = self._page.read()
+        if lease.state is LeaseState.HALT:
+            return _HALT
+        if lease.alive and lease.state is not LeaseState.UNKNOWN:
+            self._lost = False
+            return _GO
+        if self._policy is Policy.FAIL_CLOSED:
+            return _HALT
+        if not self._lost:
+            _log.critical("lease lost; the policy is fail_open, so the run goes on unwatched", run=self._run)
+            self._lost = True
+        return _GO
+
+    def _marker(self, step: int) -> HaltMarker:
+        found = HaltMarker.read(self._directory.path)
+        if found is not None:
+            return found
+        lease: Lease = self._page.read()
+        halted = lease.state is LeaseState.HALT
+        marker = HaltMarker(
+            run=self._run,
+            step=step,
+            rule=lease.rule if halted else "lease_lost",
+            cause=lease.cause
+            if halted
+            else "the daemon stopped renewing the lease (it is dead or hung) and the run's policy is fail_closed",
+            verdict="violation" if halted else "unknown",
+        )
+        marker.write(self._directory.path)
+        return marker
+
+
+def _agree(local: int, group: Any) -> int:
+    if group is None or dist.get_world_size(group) == 1:
+        return local
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    verdict = torch.tensor([local], dtype=torch.int32, device=device)
+    dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=group)
+    return int(verdict.item())
