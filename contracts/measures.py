@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The catalogue of every exported metric: the daemon exports these, dashboards and alerts may name only these.
+"""The catalogue of every exported metric: the daemon exports these, dashboards and alerts name only these.
 
-Names are what Prometheus shows: counters end in `_total`, a histogram also has `_bucket`, `_sum` and `_count`. A
-`stateset` is exposed as a gauge whose last label takes each of `states`, exactly one of them 1 and the others 0;
-all states exist from the first scrape on, `unknown` being the first one set. Labels are `run` and small fixed sets:
-never a step, a token, a rank or a path.
+Names are what Prometheus shows: counters end in `_total`, a histogram also has `_bucket`, `_sum` and
+`_count`. A `stateset` is exposed as a gauge whose last label takes each of `states`, exactly one of them 1
+and the others 0; all states exist from the first scrape on, `unknown` being the first one set. Labels are
+`run` and small fixed sets: never a step, a token, a rank or a path.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Kind = Literal["counter", "gauge", "histogram", "stateset", "info"]
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """One metric: its exposed name, kind, help text, label names, unit, and buckets or states where it has them."""
+    """One metric: exposed name, kind, help, label names, unit, and buckets or states where it has them."""
 
     name: str
     kind: Kind

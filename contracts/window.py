@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One window holds everything that was seen of a run over one step: what rules judge, and what the journal keeps.
+"""A window holds everything that was seen of a run over one step: what rules judge and journals keep.
 
-A window states facts and statistics, never an opinion. What was not seen is listed in `silence`, or has the value
-NaN; both become the verdict `unknown`. The daemon writes windows; `rules`, `verdict` and `causes` read them.
+A window states facts and statistics, never an opinion. What was not seen is listed in `silence`, or has the
+value NaN; both become the verdict `unknown`. The daemon writes windows; `rules`, `verdict` and `causes`
+read them.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ class WindowError(IsoExecError):
 class PairStats:
     """Statistics of d over the tokens of one case pair in one window.
 
-    `d` is `logprob(pair[1]) - logprob(pair[0])` in nats: trainer - engine, or prefill - decode for the engine pair
-    `("engine_decode", "engine_prefill")`. Counts are tokens. Every mean is over the `tokens - nonfinite` tokens with
-    two finite logprobs and is NaN when there are none.
+    `d` is `logprob(pair[1]) - logprob(pair[0])` in nats: trainer - engine, or prefill - decode for the
+    engine pair `("engine_decode", "engine_prefill")`. Counts are tokens. Every mean is over the
+    `tokens - nonfinite` tokens with two finite logprobs and is NaN when there are none.
     """
 
     pair: tuple[str, str]
@@ -92,7 +93,7 @@ class PairStats:
     k1: float = math.nan  # E[-d]
     k3: float = math.nan  # E[exp(d) - 1 - d]
     rho_mean: float = math.nan  # E[exp(d)]
-    rho_z: float = math.nan  # (rho_mean - 1) / standard error
+    rho_z: float = math.nan  # (rho_mean - 1) / standard error; 0 when every d is 0
     first_token_mean_abs_d: float = math.nan  # first response token of each sequence
     last_token_mean_abs_d: float = math.nan  # last response token of each sequence
     position_growth: float = math.nan  # mean abs d of the later half of the positions / of the earlier half
@@ -140,8 +141,9 @@ class TopologyBreak:
 class RegionBreak:
     """A region that does not run what the contract binds.
 
-    kind: `object` another callable sits there; `canary` it computes other bits; `source` its file has another digest;
-    `missing` nothing of ours is installed; `unequal_sides` engine and trainer name different functions.
+    kind: `object` another callable sits there; `canary` it computes other bits; `source` its file has
+    another digest; `missing` nothing of ours is installed; `unequal_sides` engine and trainer name
+    different functions.
     """
 
     role: str
@@ -156,8 +158,9 @@ class RegionBreak:
 class WeightBreak:
     """A tensor that is not the same on both sides, or cannot be known.
 
-    kind: `stale` the engine still has an earlier version; `missing` on one side; `zero` all bytes zero on one side;
-    `unequal` same version, other bytes; `unchanged` no byte moved over a sync; `unknown` unreadable.
+    kind: `stale` the engine still has an earlier version; `missing` on one side; `zero` all bytes zero on
+    one side; `unequal` same version, other bytes; `unchanged` no byte moved over a sync; `unknown`
+    unreadable.
     """
 
     name: str
@@ -177,7 +180,7 @@ class Silence:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingBreak:
-    """A sampling setting that engine and trainer apply differently (temperature, logprobs_mode, top_p ...)."""
+    """A sampling setting that engine and trainer apply differently: temperature, logprobs_mode, top_p."""
 
     field: str
     engine: Any
