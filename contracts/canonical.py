@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One byte string for one value: JSON with sorted keys, no whitespace, no floats, NFC text, integers of 64 bits.
+"""One byte string for one value: JSON with sorted keys, no whitespace, no floats, NFC text, 64-bit integers.
 
 Sets (cases, domains, providers) are put in order by whoever makes the dict; lists keep their order here.
 """
@@ -19,12 +19,12 @@ _DEPTH = 64
 
 
 def normal(obj: object, field: str = "") -> object:
-    """Return `obj` as plain dicts, lists, NFC strings, ints, bools and None; refuse everything else by `field`."""
+    """Return `obj` as plain dicts, lists, NFC strings, ints, bools and None; refuse the rest by `field`."""
     return _normal(obj, field, 0)
 
 
 def encode(obj: object) -> bytes:
-    """Return the canonical UTF-8 bytes of `obj`; raises ContractError for floats, wide integers and other types."""
+    """Return the canonical UTF-8 bytes; raises ContractError for floats, wide integers and other types."""
     plain = normal(obj)
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8")

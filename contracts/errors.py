@@ -4,12 +4,12 @@
 ::
 
     IsoExecError                   anything of ours; the console prints its text and exits 1
-    ├── ContractError              a contract file or dict that cannot be used      path, line, field, fix
-    ├── TopologyError              a degree the contract does not claim             axis, found, admitted, role
-    ├── HandshakeError             two processes hold different contracts           differences
+    ├── ContractError              a contract file or dict that cannot be used   path, line, field, fix
+    ├── TopologyError              a degree the contract does not claim          axis, found, admitted, role
+    ├── HandshakeError             two processes hold different contracts        differences
     ├── WireError                  a frame that breaks the protocol or its limits
-    ├── HaltedError                the run is stopped and stays so until cleared    marker
-    └── InstallError               a region does not run what the contract binds    region, wanted, found, fix
+    ├── HaltedError                the run is stopped and stays so until cleared marker
+    └── InstallError               a region does not run what the contract binds region, wanted, found, fix
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class IsoExecError(Exception):
 class ContractError(IsoExecError):
     """A contract that cannot be used.
 
-    `path` is the file ("" for a dict), `line` its 1-based line or None, `field` the dotted field, `fix` what to do.
+    `path` is the file ("" for a dict), `line` its 1-based line or None, `field` the dotted field, `fix` what
+    to do.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class ContractError(IsoExecError):
 
 
 class TopologyError(IsoExecError):
-    """A parallel degree outside the contract's claim: `axis`, `found` degree, `admitted` domain in words, `role`."""
+    """A parallel degree outside the claim: `axis`, `found` degree, `admitted` domain in words, `role`."""
 
     def __init__(self, axis: str, found: int | str, admitted: str, role: str = "") -> None:
         self.axis = axis
@@ -75,7 +76,7 @@ class TopologyError(IsoExecError):
 
 
 class HandshakeError(IsoExecError):
-    """Two processes hold different contracts; `differences` are lines or objects naming the fields that differ."""
+    """Two processes hold different contracts; `differences` are lines or objects naming the fields."""
 
     def __init__(self, differences: Iterable[object], message: str = "") -> None:
         self.differences: tuple[object, ...] = tuple(differences)
@@ -106,7 +107,7 @@ class HaltedError(IsoExecError):
 
 
 class InstallError(IsoExecError):
-    """A region does not run what the contract binds: `region`, what was `wanted`, what was `found`, the `fix`."""
+    """A region does not run what the contract binds: `region`, what was `wanted` and `found`, the `fix`."""
 
     def __init__(self, region: str, wanted: str, found: str, fix: str = "") -> None:
         self.region = region

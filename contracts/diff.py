@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says how two contracts differ, field by field and by meaning: model first, then policy, then deployment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+
+from isoexec.contracts.canonical import encode, normal
+from isoexec.contracts.identities import IDENTITIES, identity_of_field
+from isoexec.contracts.schema import Contract
+
+__all__ = ["ABSENT", "Difference", "diff", "diff_dicts", "render"]
+
+ABSENT = "(absent)"
+"""Stands for a side that does not have the field; survives JSON and msgpack."""
+
+# what names an entry among its like, so that a change shows as the field that changed
+_NAMED_BY: dict[str, tuple[str, ...]] = {
+    "cases": ("name",),
+    "composition": ("region", "cases"),
+    "providers": ("function", "name", "kind"),
+    "state": ("state",),
+    "tolerances": ("cases", "metric"),
+    "versions": ("name",),
+}
+_MEANING = {
+    "semantic": "semantic: another model",
+    "numerical_policy": "numerical_policy: bits or claims may differ",
+    "deployment": "deployment: proven not to change bits",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One field: dotted `path`, its value on each side (or ABSENT), and the `identity` it belongs to."""
+
+    path: str
+    a: object
+    b: object
+    identity: str
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the difference as plain JSON values."""
+        return {"path": self.path, "a": self.a, "b": self.b, "identity": self.identity}
+
+    def line(self, a: str = "a", b: str = "b") -> str:
+        """Return the difference as one line, the sides called `a` and `b`; sets show what only one side has."""
+        if _scalars(self.a) and _scalars(self.b):
+            left = [item for item in self.a if item not in self.b]
+            right = [item for item in self.b if item not in self.a]
+            parts = [f"only in {a}: {_words(left)}"] if left else []
+            parts += [f"only in {b}: {_words(right)}"] if right else []
+            if parts:
+                return f"{self.path}: " + "; ".join(parts)
+        return f"{self.path}: {a} has {_words(self.a)}, {b} has {_words(self.b)}"
+
+    def __str__(self) -> str:
+        return self.line()
+
+
+def diff(a: Contract, b: Contract) -> list[Difference]:
+    """Return the differences of two contracts, ordered by identity and path; empty when all digests agree."""
+    return diff_dicts(a.to_dict(), b.to_dict())
+
+
+def diff_dicts(a: Mapping[str, object], b: Mapping[str, object]) -> list[Difference]:
+    """Return the differences of two canonical dicts, as a handshake compares them.
+
+    Raises ContractError when a side holds what has no canonical form, such as a float.
+    """
+    a, b = _plain(a), _plain(b)
+    found: list[Difference] = []
+    for field in sorted({*a, *b}):
+        for path, left, right in _walk(field, field, a.get(field, ABSENT), b.get(field, ABSENT)):
+            found.append(Difference(path=path, a=left, b=right, identity=identity_of_field(field)))
+    return sorted(found, key=lambda one: (IDENTITIES.index(one.identity), one.path))
+
+
+def render(differences: Sequence[Difference], a: str = "a", b: str = "b") -> str:
+    """Return the differences as text, under one heading an identity; the sides are called `a` and `b`."""
+    if not differences:
+        return "no difference"
+    lines = []
+    for identity in IDENTITIES:
+        here = [one for one in differences if one.identity == identity]
+        if here:
+            lines.append(_MEANING[identity])
+            lines += [f"  {one.line(a, b)}" for one in here]
+    return "\n".join(lines)
+
+
+def _plain(side: Mapping[str, object]) -> dict[str, object]:
+    plain = normal(side)
+    return plain if isinstance(plain, dict) else {}
+
+
+def _walk(path: str, field: str, a: object, b: object) -> list[tuple[str, object, object]]:
+    if _same(a, b):
+        return []
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        out = []
+        for key in sorted({*a, *b}, key=str):
+            out += _walk(f"{path}.{key}", str(key), a.get(key, ABSENT), b.get(key, ABSENT))
+        return out
+    names = _NAMED_BY.get(field)
+    if names is not None and _records(a) and _records(b):
+        return _entries(path, names, a, b)
+    return [(path, a, b)]
+
+
+def _entries(
+    path: str, names: tuple[str, ...], a: Sequence[Mapping[str, object]], b: Sequence[Mapping[str, object]]
+) -> list[tuple[str, object, object]]:
+    # the fewest names that tell the entries of each side apart; a change in the rest is then a field's change
+    for count in range(1, len(names) + 1):
+        left, right = (_labelled(side, names[:count]) for side in (a, b))
+        if len(left) == len(a) and len(right) == len(b):
+            break
+    else:
+        return [(path, list(a), list(b))]
+    out = []
+    for label in sorted({*left, *right}):
+        out += _walk(f"{path}[{label}]", "", left.get(label, ABSENT), right.get(label, ABSENT))
+    return out
+
+
+def _labelled(
+    entries: Sequence[Mapping[str, object]], names: tuple[str, ...]
+) -> dict[str, Mapping[str, object]]:
+    return {"|".join(_label(entry.get(name)) for name in names): entry for entry in entries}
+
+
+def _label(value: object) -> str:
+    return "+".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _same(a: object, b: object) -> bool:
+    # bytes tell true from 1, which Python's == does not
+    return type(a) is type(b) and encode(a) == encode(b)
+
+
+def _records(value: object) -> TypeGuard[list[Mapping[str, object]]]:
+    return isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value)
+
+
+def _scalars(value: object) -> TypeGuard[list[str | int]]:
+    return isinstance(value, list) and all(isinstance(entry, (str, int)) for entry in value)
+
+
+def _words(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    return encode(value).decode()
