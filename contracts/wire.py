@@ -297,7 +297,8 @@ class Weights(Message):
     """Partial sums (lo, hi), each mod 2^64, of the digests of the tensors, or shards, that a rank holds.
 
     numel is the number of elements that this rank covered, total the number that the whole tensor has.
-    Tensors that could not be read are named in `unknown`, never left out.
+    Tensors that could not be read are named in `unknown`, never left out; `zero` names
+    those of which every element here is 0.
     """
 
     TYPE: ClassVar[str] = "weights"
@@ -308,6 +309,7 @@ class Weights(Message):
     numel: Mapping[str, int] = _wire(_mapping(_count), "{name: count}")
     total: Mapping[str, int] = _wire(_mapping(_count), "{name: count}")
     unknown: tuple[str, ...] = _wire(_sequence(_text), "[name, ...]", default=())
+    zero: tuple[str, ...] = _wire(_sequence(_text), "[name, ...]", default=())
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -496,6 +498,7 @@ def split_weights(message: Weights, *, at_most: int = 4000) -> list[Weights]:
     parts: list[Weights] = []
     for first in range(0, max(len(names), 1), at_most):
         part = names[first : first + at_most]
+        here = set(part)
         parts.append(
             dataclasses.replace(
                 message,
@@ -503,6 +506,7 @@ def split_weights(message: Weights, *, at_most: int = 4000) -> list[Weights]:
                 numel={name: message.numel[name] for name in part},
                 total={name: message.total[name] for name in part},
                 unknown=message.unknown if first == 0 else (),
+                zero=tuple(name for name in message.zero if name in here),
             )
         )
     return parts

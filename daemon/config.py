@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The daemon's settings: read from a YAML file and flags, unknown names refused, every bound in its unit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+from isoexec.contracts.errors import IsoExecError
+
+__all__ = ["Config", "ConfigError", "Escalation"]
+
+
+class ConfigError(IsoExecError):
+    """A settings file or flag that cannot be used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Escalation:
+    """What follows a halt that the job does not heed. Off unless `enabled`; each stage is journaled."""
+
+    enabled: bool = False
+    cooperative_seconds: float = 120.0
+    terminate_seconds: float = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that the daemon can be told. Times in seconds."""
+
+    state_dir: Path
+    http_host: str = "127.0.0.1"
+    http_port: int = 9461
+    log: str = "console"
+    settle_seconds: float = 2.0
+    """How long a window waits for tokens that have no partner yet, once both sides have reported the step."""
+    window_seconds: float = 120.0
+    """How long a finished step waits for a side that has said nothing before silence is judged."""
+    silence_seconds: Mapping[str, float] = field(
+        default_factory=lambda: {"engine": 1800.0, "trainer": 1800.0, "driver": 1800.0}
+    )
+    """Largest age of a role's last message while its run lives."""
+    attestation_seconds: float = 900.0
+    """Largest age of a process's last attestation when a window closes."""
+    pending_seconds: float = 900.0
+    """How long a sequence of no stated step waits for its partner."""
+    lag_steps: int = 0
+    """Steps by which training may lag behind generation; unpaired sequences are counted that much later."""
+    pending_tokens: int = 8_000_000
+    """Tokens that wait for a partner, at most, over all runs; the oldest go first and count as unpaired."""
+    sample_tokens: int = 65_536
+    """Raw pairs kept of one window for diagnosis."""
+    sample_windows: int = 32
+    """Windows of which raw pairs are kept, per run."""
+    max_runs: int = 64
+    """Runs exported at one time."""
+    run_ttl_seconds: float = 3600.0
+    """How long a run without connections stays exported."""
+    escalation: Escalation = field(default_factory=Escalation)
+    rules: Path | None = None
+    """A rules file that replaces the rules of every regime."""
+
+    @classmethod
+    def load(cls, path: Path | None, **flags: Any) -> Self:
+        """Read a YAML map of the fields above, flags winning. Raises ConfigError naming the field."""
+        values: dict[str, Any] = {}
+        if path is not None:
+            import yaml
+
+            try:
+                found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+            except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+                raise ConfigError(f"{path}: cannot be read: {error}") from error
+            if not isinstance(found, dict):
+                raise ConfigError(f"{path}: wanted a map of settings, found {type(found).__name__}")
+            values = {str(key): value for key, value in found.items()}
+        values.update({key: value for key, value in flags.items() if value is not None})
+        where = str(path or "flags")
+        known = {item.name for item in fields(cls)}
+        if unknown := sorted(values.keys() - known):
+            raise ConfigError(f"{where}: unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
+        if isinstance(values.get("escalation"), Mapping):
+            values["escalation"] = _section(Escalation, values["escalation"], f"{where}: escalation")
+        for name in ("state_dir", "rules"):
+            if isinstance(values.get(name), str):
+                values[name] = Path(values[name]).expanduser()
+        try:
+            config = cls(**values)
+        except TypeError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        config._check(where)
+        return replace(config, silence_seconds={**cls._silence(), **config.silence_seconds})
+
+    @staticmethod
+    def _silence() -> dict[str, float]:
+        return {"engine": 1800.0, "trainer": 1800.0, "driver": 1800.0}
+
+    def _check(self, where: str) -> None:
+        bounds: dict[str, tuple[float, float]] = {
+            "http_port": (0, 65535),
+            "settle_seconds": (0, 3600),
+            "window_seconds": (0.01, 86400),
+            "attestation_seconds": (0.01, 86400),
+            "pending_seconds": (0.01, 86400),
+            "lag_steps": (0, 1000),
+            "pending_tokens": (1, 1 << 32),
+            "sample_tokens": (0, 1 << 24),
+            "sample_windows": (0, 10000),
+            "max_runs": (1, 1000),
+            "run_ttl_seconds": (0.01, 1 << 30),
+        }
+        for name, (low, high) in bounds.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise ConfigError(f"{where}: {name}: wanted a number from {low} to {high}, found {value!r}")
+        if self.log not in ("json", "console"):
+            raise ConfigError(f"{where}: log: wanted json or console, found {self.log!r}")
+        if not isinstance(self.silence_seconds, Mapping) or self.silence_seconds.keys() - self._silence():
+            raise ConfigError(f"{where}: silence_seconds: wanted a map of engine, trainer and driver")
+
+
+def _section(kind: type[Escalation], values: Mapping[str, Any], where: str) -> Escalation:
+    known = {item.name for item in fields(kind)}
+    if unknown := sorted(set(map(str, values)) - known):
+        raise ConfigError(f"{where}: unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    return kind(**values)

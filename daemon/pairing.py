@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joins both sides' logprobs by what the sequence is: digest of its tokens and range of positions.
+
+Duplicates pair as a multiset: k reports of one sequence on either side make k pairs, in order of arrival. Only
+records of one weight version pair (a version below 0 is not stated and pairs with any); a digest met under other
+versions only is reported. Memory is bounded by tokens: what is evicted counts as unpaired.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from isoexec.contracts.window import PAIRS
+from isoexec.contracts.wire import Logprobs
+
+__all__ = ["Batch", "Pairing", "Record", "role_of"]
+
+Unpaired = Callable[["Record"], None]
+
+_PARTNERS: dict[str, tuple[tuple[str, tuple[str, str]], ...]] = {
+    case: tuple((pair[1] if pair[0] == case else pair[0], pair) for pair in PAIRS if case in pair)
+    for case in {name for pair in PAIRS for name in pair}
+}
+
+
+def role_of(case: str) -> str:
+    """Give the role whose logprobs a case holds."""
+    return "engine" if case.startswith("engine_") else "trainer"
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One sequence under one case: positions start .. start + n, its bits, and the cases that it has met."""
+
+    case: str
+    digest: bytes
+    start: int
+    logprobs: npt.NDArray[np.float32]
+    tokens: npt.NDArray[np.int32]
+    step: int
+    weight_version: int
+    temperature: float
+    logprobs_mode: str
+    arrived: float
+    met: set[str] = field(default_factory=set)
+
+    @property
+    def size(self) -> int:
+        return int(self.logprobs.shape[0])
+
+    @property
+    def met_other_side(self) -> bool:
+        mine = role_of(self.case)
+        return any(role_of(case) != mine for case in self.met)
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """What one message made possible for one pair of cases: tokens in the order of the pair, the trainer second."""
+
+    pair: tuple[str, str]
+    step: int
+    first: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    second: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    first_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    second_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    sampling: set[tuple[str, str, str]] = field(default_factory=set)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        return np.asarray([part.shape[0] for part in self.first], np.int64)
+
+
+class Pairing:
+    """The sequences of one run that wait for a partner, oldest first."""
+
+    def __init__(self, *, limit_tokens: int) -> None:
+        self._limit = limit_tokens
+        self._records: OrderedDict[int, Record] = OrderedDict()
+        self._by_digest: dict[bytes, list[int]] = {}
+        self._next = 0
+        self.held_tokens = 0
+        self.evicted_tokens = 0
+        self.version_mismatch: set[tuple[int, int]] = set()
+        """(engine version, trainer version) of sequences that both sides reported, but under other versions."""
+
+    def pending(self, role: str) -> int:
+        """Tokens of a role that have met nothing of the other side."""
+        return sum(
+            record.size
+            for record in self._records.values()
+            if role_of(record.case) == role and not record.met_other_side
+        )
+
+    def add(self, message: Logprobs, now: float, unpaired: Unpaired) -> list[Batch]:
+        """Take a message, give what it pairs with; `unpaired` is told of each record evicted for room."""
+        batches: dict[tuple[tuple[str, str], int], Batch] = {}
+        ends = np.cumsum(message.lengths, dtype=np.int64)
+        starts = ends - message.lengths
+        for index in range(message.lengths.shape[0]):
+            here = slice(int(starts[index]), int(ends[index]))
+            record = Record(
+                case=message.case,
+                digest=message.digests[index].tobytes(),
+                start=int(message.starts[index]),
+                logprobs=message.logprobs[here],
+                tokens=message.tokens[here],
+                step=message.step,
+                weight_version=message.weight_version,
+                temperature=message.temperature,
+                logprobs_mode=message.logprobs_mode,
+                arrived=now,
+            )
+            if record.size:
+                self._match(record, batches)
+                self._hold(record)
+        while self.held_tokens > self._limit and self._records:
+            oldest = next(iter(self._records))
+            self.evicted_tokens += self._records[oldest].size
+            unpaired(self._drop(oldest))
+        return list(batches.values())
+
+    def _match(self, record: Record, batches: dict[tuple[tuple[str, str], int], Batch]) -> None:
+        others = [self._records[key] for key in self._by_digest.get(record.digest, ())]
+        for partner_case, pair in _PARTNERS[record.case]:
+            candidates = [
+                other for other in others if other.case == partner_case and record.case not in other.met
+            ]
+            found = next((other for other in candidates if _comparable(record, other)), None)
+            if found is None:
+                self._note_versions(record, candidates)
+                continue
+            found.met.add(record.case)
+            record.met.add(partner_case)
+            first, second = (record, found) if pair[0] == record.case else (found, record)
+            step = second.step if second.step >= 0 else first.step
+            _append(batches.setdefault((pair, step), Batch(pair, step)), first, second)
+
+    def _note_versions(self, record: Record, candidates: Iterable[Record]) -> None:
+        for other in candidates:
+            if role_of(other.case) == role_of(record.case) or _same_version(record, other):
+                continue
+            engine, trainer = (record, other) if role_of(record.case) == "engine" else (other, record)
+            self.version_mismatch.add((engine.weight_version, trainer.weight_version))
+
+    def _hold(self, record: Record) -> None:
+        key = self._next
+        self._next += 1
+        self._records[key] = record
+        self._by_digest.setdefault(record.digest, []).append(key)
+        self.held_tokens += record.size
+
+    def _drop(self, key: int) -> Record:
+        record = self._records.pop(key)
+        keys = self._by_digest[record.digest]
+        keys.remove(key)
+        if not keys:
+            del self._by_digest[record.digest]
+        self.held_tokens -= record.size
+        return record
+
+    def retire(self, step: int, *, lag_steps: int, older_than: float, unpaired: Unpaired) -> None:
+        """Let go of what a window over `step` has used up.
+
+        Records of that step or an earlier one go (an engine's that met no trainer `lag_steps` later), and so do
+        records of no stated step that came before `older_than`; `unpaired` is told of each.
+        """
+        gone: list[int] = []
+        for key, record in self._records.items():
+            if record.step < 0:
+                over = record.arrived < older_than or record.met_other_side
+            elif role_of(record.case) == "trainer" or record.met_other_side:
+                over = record.step <= step
+            else:
+                over = record.step + lag_steps <= step
+            if over:
+                gone.append(key)
+        for key in gone:
+            unpaired(self._drop(key))
+
+    def waiting(self, step: int) -> bool:
+        """Whether a record of `step` or before has met nothing of the other side yet."""
+        return any(
+            0 <= record.step <= step and not record.met_other_side for record in self._records.values()
+        )
+
+
+def _same_version(a: Record, b: Record) -> bool:
+    return a.weight_version == b.weight_version or min(a.weight_version, b.weight_version) < 0
+
+
+def _comparable(a: Record, b: Record) -> bool:
+    overlap = min(a.start + a.size, b.start + b.size) - max(a.start, b.start)
+    return overlap > 0 and _same_version(a, b)
+
+
+def _append(batch: Batch, first: Record, second: Record) -> None:
+    start = max(first.start, second.start)
+    end = min(first.start + first.size, second.start + second.size)
+    a = slice(start - first.start, end - first.start)
+    b = slice(start - second.start, end - second.start)
+    batch.first.append(first.logprobs[a])
+    batch.second.append(second.logprobs[b])
+    batch.first_ids.append(first.tokens[a])
+    batch.second_ids.append(second.tokens[b])
+    batch.positions.append(start)
+    batch.digests.append(first.digest)
+    if role_of(first.case) == role_of(second.case):
+        return
+    if first.temperature != second.temperature:
+        batch.sampling.add(("temperature", repr(first.temperature), repr(second.temperature)))
+    # raw and processed logprobs are the same numbers where nothing is processed
+    if first.logprobs_mode != second.logprobs_mode and not first.temperature == second.temperature == 1.0:
+        batch.sampling.add(("logprobs_mode", first.logprobs_mode, second.logprobs_mode))
