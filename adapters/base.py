@@ -47,8 +47,9 @@ REGIONS: tuple[str, ...] = (
     "silu_mul",
     "lm_head",
     "logprobs",
+    "grad_norm",
 )
-"""The regions of a dense model, in forward order."""
+"""The regions of a dense model, in forward order, and of a training step."""
 
 
 class Enforcement(StrEnum):
@@ -230,14 +231,18 @@ def contract_from_env() -> Contract | None:
     return Contract.load(Path(path)) if path else None
 
 
-def make_plan(contract: Contract, role: str, topology: Mapping[str, int], dtype: str | None = None) -> Plan:
+def make_plan(
+    contract: Contract, role: str, topology: Mapping[str, int] | None, dtype: str | None = None
+) -> Plan:
     """Bind every region the contract gives ``role`` to the kernel in this installation.
 
-    Raises TopologyError for a degree the contract does not admit, and InstallError when a region's kernel is of another source
+    ``topology`` is the degree of every axis; None where the process has no groups yet, and whoever calls judges the degrees
+    (``check_topology``) once it has.  Raises TopologyError for a degree the contract does not admit, and InstallError when a region's kernel is of another source
     than the admitted provider (an edited or older kernel has no evidence) or the model dtype is not admitted.
     """
-    check_topology(contract, role, dict(topology))
-    admitted = contract.model.dtypes
+    if topology is not None:
+        check_topology(contract, role, topology)
+    admitted = contract.claims.dtypes
     if dtype is not None and dtype not in admitted:
         raise InstallError(
             region="model", wanted=f"dtype in {list(admitted)}", found=dtype, fix="load the model in an admitted dtype"
@@ -249,6 +254,8 @@ def make_plan(contract: Contract, role: str, topology: Mapping[str, int], dtype:
         if mode is Enforcement.OFF:
             continue
         region = contract.region(name)
+        if not set(region.cases) & set(contract.cases_of(role)):
+            continue
         provider = region.provider(role)
         found = registry.source_digest(region.function)
         if mode.installs and provider.source != found:
@@ -256,7 +263,7 @@ def make_plan(contract: Contract, role: str, topology: Mapping[str, int], dtype:
                 region=name,
                 wanted=f"{provider.name} of source {provider.source}",
                 found=f"{region.function} of source {found}",
-                fix="use the release the contract was pinned for, or pin the contract anew: isoexec contract pin",
+                fix="use the release the contract was pinned for, or pin the contract anew (isoexec contract pin)",
             )
         bindings.append(
             Binding(
@@ -268,7 +275,7 @@ def make_plan(contract: Contract, role: str, topology: Mapping[str, int], dtype:
                 enforcement=mode,
             )
         )
-    return Plan(role=role, contract=contract, topology=dict(topology), bindings=tuple(bindings))
+    return Plan(role=role, contract=contract, topology=dict(topology or {}), bindings=tuple(bindings))
 
 
 def load_adapter(name: str) -> type[Adapter]:

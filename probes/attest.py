@@ -36,7 +36,7 @@ def environment() -> dict[str, Any]:
     found["deterministic_algorithms"] = torch.are_deterministic_algorithms_enabled()
     found["blas_library"] = str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[2]
     found["float32_matmul_precision"] = torch.get_float32_matmul_precision()
-    found.update({f"env:{name}": os.environ[name] for name in _VARIABLES if name in os.environ})
+    found.update({name: os.environ[name] for name in _VARIABLES if name in os.environ})
     return found
 
 
