@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine attention: queries of one step over a paged cache, by a plan made once a step and used by every layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from isoexec.kernels.attention.naive import QUERY_TILE
+from isoexec.kernels.attention.tile import attend, check_heads
+from isoexec.kernels.domain import require
+from isoexec.kernels.library import define
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["PagedPlan", "attention_paged"]
+
+BATCH = 256  # tiles in one batch; changes no bit
+
+
+class PagedPlan:
+    """Tiles of one engine step.
+
+    `starts` [requests + 1]: first query token of each request, and the end. `seq_lens` [requests]: keys each request has once
+    this step's are written. `group`: query heads to a KV head. Decode (one token) and prefill tiles are kept apart, longest
+    first, so that the element-wise work of a decode tile is one token's.
+    """
+
+    def __init__(
+        self, starts: Sequence[int], seq_lens: Sequence[int], group: int, *, kv_segment: int = 32
+    ) -> None:
+        require(1 <= group <= QUERY_TILE, "attention", f"a group of {group} heads", f"1 to {QUERY_TILE}")
+        require(
+            len(starts) == len(seq_lens) + 1,
+            "attention",
+            f"{len(starts)} starts for {len(seq_lens)} requests",
+            "one start a request and the end",
+        )
+        self.group = group
+        self.kv_segment = kv_segment
+        per = QUERY_TILE // group
+        decode: list[tuple[int, int, int, int]] = []
+        prefill: list[tuple[int, int, int, int]] = []
+        for request, length in enumerate(seq_lens):
+            first, end = int(starts[request]), int(starts[request + 1])
+            before = int(length) - (end - first)
+            require(
+                before >= 0,
+                "attention",
+                f"request {request}: {end - first} queries, {length} keys",
+                "at least as many keys as queries",
+            )
+            for a in range(first, end, per):
+                n = min(per, end - a)
+                (decode if n == 1 else prefill).append((before + a - first + n, a, n, request))
+        self.batches: list[tuple[Tensor, Tensor, Tensor, int, int]] = []
+        for tiles, width in ((decode, 1), (prefill, per)):
+            tiles.sort(key=lambda t: -t[0])
+            for c in range(0, len(tiles), BATCH):
+                self._add(tiles[c : c + BATCH], width)
+
+    def _add(self, tiles: list[tuple[int, int, int, int]], width: int) -> None:
+        last, first, count, request = torch.tensor(tiles).unbind(1)
+        step = torch.arange(width)
+        valid = step < count.unsqueeze(1)
+        token = torch.where(valid, first.unsqueeze(1) + step, -1)
+        # a row of padding sees one key, so that its sum is not zero
+        limit = torch.where(valid, (last - count).unsqueeze(1) + step + 1, 1).repeat_interleave(self.group, 1)
+        segments = -(-tiles[0][0] // self.kv_segment)
+        self.batches.append((token, request, limit.unsqueeze(1), segments, int(valid.all())))
+
+
+def _paged(
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    token: Tensor,
+    request: Tensor,
+    limit: Tensor,
+    segments: int,
+    full: int,
+    scale: float,
+    kv_segment: int,
+    out: Tensor,
+) -> None:
+    _, KV, block, D2 = cache.shape
+    D, H = D2 // 2, q.shape[1]
+    group = H // KV
+    n, width = token.shape
+    in_block = block // kv_segment
+    j = torch.arange(segments)
+    blocks = block_table.index_select(0, request)[:, j // in_block].long()  # [n, segments]
+    rows = (blocks.unsqueeze(-1) * KV + torch.arange(KV)) * in_block + (j % in_block).unsqueeze(-1)
+    kv = cache.view(-1, kv_segment * D2).index_select(0, rows.view(-1)).to(torch.float32)
+    kv = kv.view(n, segments, KV, kv_segment, D2)
+    tile = q.index_select(0, token.clamp(min=0).view(-1)).to(torch.float32)
+    tile = tile.view(n, width, KV, group, D).transpose(1, 2).reshape(n, KV, width * group, D)
+    tile = F.pad(tile, (0, 0, 0, QUERY_TILE - width * group))
+    o, _, _ = attend(tile, kv[..., :D], kv[..., D:], limit, scale, width * group)
+    o = o.view(n, KV, width, group, D).transpose(1, 2).reshape(n * width, H, D).to(out.dtype)
+    flat = token.view(-1)
+    if not full:
+        keep = flat >= 0
+        flat, o = flat[keep], o[keep]
+    out.index_copy_(0, flat, o)
+
+
+def _paged_fake(
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    token: Tensor,
+    request: Tensor,
+    limit: Tensor,
+    segments: int,
+    full: int,
+    scale: float,
+    kv_segment: int,
+    out: Tensor,
+) -> None:
+    return None
+
+
+_op = define(
+    "attention_paged(Tensor q, Tensor cache, Tensor block_table, Tensor token, Tensor request, Tensor limit, "
+    "int segments, int full, float scale, int kv_segment, Tensor(a!) out) -> ()",
+    _paged,
+    _paged_fake,
+)
+
+
+def attention_paged(
+    q: Tensor, cache: Tensor, block_table: Tensor, plan: PagedPlan, scale: float, out: Tensor
+) -> None:
+    """Write attention of `q [tokens, H, D]` over a paged cache into `out [tokens, H, D]`.
+
+    `cache [blocks, KV, block, 2 * D]` is contiguous, keys first in the last dimension, block a multiple of kv_segment;
+    `block_table [requests, blocks a request]` holds block numbers. What a block holds past a request's length is masked, but
+    must be finite. Bits are those of `attention_varlen`.
+    """
+    _, KV, block, D2 = cache.shape
+    group = check_heads(q, q.shape[1], KV, D2 // 2, plan.kv_segment)
+    require(
+        group == plan.group and q.shape[2] * 2 == D2,
+        "attention",
+        f"q {list(q.shape)} and cache {list(cache.shape)} with a plan for groups of {plan.group}",
+        "the head layout of the plan and of the cache",
+    )
+    require(
+        block % plan.kv_segment == 0 and cache.is_contiguous(),
+        "attention",
+        f"cache blocks of {block} keys, contiguous {cache.is_contiguous()}",
+        f"contiguous blocks that hold whole segments of {plan.kv_segment}",
+    )
+    for token, request, limit, segments, full in plan.batches:
+        _op(q, cache, block_table, token, request, limit, segments, full, float(scale), plan.kv_segment, out)

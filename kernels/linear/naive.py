@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""linear.chain/1: y = ((0 + p_0) + p_1) + ..., p_i = x[:, block i] @ w[:, block i]^T in fp32, one rounding at the end.
+
+Each p_i is a matrix product of one fixed shape, [ROW_TILE, k_block] @ [k_block, N]; rows are padded with zeros.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROW_TILE = 16
+
+
+def pack_weight(w: Tensor, *, k_block: int) -> Tensor:
+    """[N, K] -> fp32 [K / k_block, k_block, N]."""
+    return torch.stack([block.t() for block in w.float().split(k_block, 1)])
+
+
+def chain(x: Tensor, packed: Tensor, acc: Tensor | None = None) -> Tensor:
+    """fp32 [..., N]; `acc` is the accumulator another rank hands over."""
+    blocks, k_block, N = packed.shape
+    rows = x.reshape(-1, blocks * k_block).float()
+    y = torch.zeros(len(rows), N) if acc is None else acc.reshape(-1, N).clone()
+    for start in range(0, len(rows), ROW_TILE):
+        count = min(ROW_TILE, len(rows) - start)
+        tile = torch.zeros(ROW_TILE, blocks * k_block)
+        tile[:count] = rows[start : start + count]
+        for i in range(blocks):
+            p = tile[:, i * k_block : (i + 1) * k_block] @ packed[i]
+            y[start : start + count] = y[start : start + count] + p[:count]
+    return y.reshape(*x.shape[:-1], N)
+
+
+def linear(x: Tensor, w: Tensor, *, k_block: int, out_dtype: torch.dtype | None = None) -> Tensor:
+    """X [..., K] @ w[N, K]^T, rounded once."""
+    return chain(x, pack_weight(w, k_block=k_block)).to(out_dtype or x.dtype)
+
+
+def dgrad(g: Tensor, w: Tensor, *, n_block: int, interleave: int = 1) -> Tensor:
+    """fp32 [..., K]: the same chain over N; `interleave` equal parts of N (gate, up) take turns block by block."""
+    order = torch.arange(w.shape[0]).view(interleave, -1, n_block).transpose(0, 1).reshape(-1)
+    return chain(g[..., order], pack_weight(w[order].t(), k_block=n_block))
+
+
+def wgrad(g: Tensor, x: Tensor, *, m_block: int) -> Tensor:
+    """fp32 [N, K]: the same chain over tokens, in blocks of m_block padded with zeros."""
+    g2, x2 = g.reshape(-1, g.shape[-1]).float(), x.reshape(-1, x.shape[-1]).float()
+    pad = -len(g2) % m_block
+    g2, x2 = (torch.cat([t, torch.zeros(pad, t.shape[1])]) for t in (g2, x2))
+    return chain(g2.t(), pack_weight(x2.t(), k_block=m_block))

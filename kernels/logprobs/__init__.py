@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""logprobs.leaves/1: log-softmax with its sum over fixed vocabulary leaves."""
+
+from __future__ import annotations
+
+from isoexec.kernels.logprobs.ops import log_softmax, token_logprobs
+
+__all__ = ["log_softmax", "token_logprobs"]
