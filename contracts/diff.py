@@ -46,7 +46,7 @@ class Difference:
         return {"path": self.path, "a": self.a, "b": self.b, "identity": self.identity}
 
     def line(self, a: str = "a", b: str = "b") -> str:
-        """Return the difference as one line, the sides called `a` and `b`; sets show what only one side has."""
+        """Return one line, the sides called `a` and `b`; sets show what only one side has."""
         if _scalars(self.a) and _scalars(self.b):
             left = [item for item in self.a if item not in self.b]
             right = [item for item in self.b if item not in self.a]
