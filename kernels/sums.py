@@ -34,7 +34,7 @@ def halving_tree(x: Tensor, dim: int = -1) -> Tensor:
 def pair_tree(parts: Sequence[Tensor]) -> Tensor:
     """Sum a power-of-two number of tensors as a balanced tree over neighbours."""
     level = list(parts)
-    assert level and len(level) & (len(level) - 1) == 0, "a pair tree needs a power-of-two number of leaves"
+    assert len(level).bit_count() == 1, "a pair tree needs a power-of-two number of leaves"
     while len(level) > 1:
         level = [level[i] + level[i + 1] for i in range(0, len(level), 2)]
     return level[0]

@@ -119,7 +119,7 @@ def _hand_off(x: Tensor, packed: Tensor, group_name: str, scatter: bool) -> Tens
         for a in range(base, base + per, PIPE_ROWS)
     ]
     last = size - 1
-    pending = []
+    pending: list[Any] = []
     if scatter and rank != last:
         pending = [dist.irecv(whole[a:b], group=group, group_src=last) for a, b in cuts if a // per == rank]
     for a, b in cuts:
