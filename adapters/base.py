@@ -22,6 +22,7 @@ from isoexec.kernels import registry
 
 __all__ = [
     "REGIONS",
+    "STEP_REGIONS",
     "Adapter",
     "Binding",
     "CensusEntry",
@@ -47,9 +48,11 @@ REGIONS: tuple[str, ...] = (
     "silu_mul",
     "lm_head",
     "logprobs",
-    "grad_norm",
 )
-"""The regions of a dense model, in forward order, and of a training step."""
+"""The regions of a dense model's forward, in order."""
+
+STEP_REGIONS: tuple[str, ...] = ("grad_norm",)
+"""The regions of a training step outside its forward."""
 
 
 class Enforcement(StrEnum):
@@ -115,7 +118,10 @@ class Plan:
         if binding is None or name not in binding.constants:
             found = sorted(binding.constants) if binding else "no binding"
             raise InstallError(
-                region=region, wanted=f"constant {name!r}", found=str(found), fix="add it to the contract's composition"
+                region=region,
+                wanted=f"constant {name!r}",
+                found=str(found),
+                fix="add it to the contract's composition",
             )
         return binding.constants[name]
 
@@ -210,17 +216,17 @@ class Adapter(Protocol):
 def enforcement_from_env(text: str | None = None) -> dict[str, Enforcement]:
     """Region -> enforcement from ``ISOEXEC_ENFORCE`` (``mode`` or ``region=mode,...``); ``install+refuse`` where unsaid."""
     raw = os.environ.get("ISOEXEC_ENFORCE", "") if text is None else text
-    modes = dict.fromkeys(REGIONS, Enforcement.INSTALL_REFUSE)
+    modes = dict.fromkeys((*REGIONS, *STEP_REGIONS), Enforcement.INSTALL_REFUSE)
     for part in filter(None, (p.strip() for p in raw.split(","))):
         region, _, mode = part.rpartition("=")
-        if mode not in list(Enforcement) or (region and region not in REGIONS):
+        if mode not in list(Enforcement) or (region and region not in modes):
             raise InstallError(
                 region=region or "ISOEXEC_ENFORCE",
-                wanted=f"mode ({', '.join(Enforcement)}) or region=mode, regions {', '.join(REGIONS)}",
+                wanted=f"mode ({', '.join(Enforcement)}) or region=mode, regions {', '.join(modes)}",
                 found=part,
                 fix="correct ISOEXEC_ENFORCE",
             )
-        for name in [region] if region else REGIONS:
+        for name in [region] if region else list(modes):
             modes[name] = Enforcement(mode)
     return modes
 
@@ -236,20 +242,24 @@ def make_plan(
 ) -> Plan:
     """Bind every region the contract gives ``role`` to the kernel in this installation.
 
-    ``topology`` is the degree of every axis; None where the process has no groups yet, and whoever calls judges the degrees
-    (``check_topology``) once it has.  Raises TopologyError for a degree the contract does not admit, and InstallError when a region's kernel is of another source
-    than the admitted provider (an edited or older kernel has no evidence) or the model dtype is not admitted.
+    ``topology`` is the degree of every axis; None where the process has no groups yet, and whoever calls judges the
+    degrees (``check_topology``) once it has.  Raises TopologyError for a degree the contract does not admit, and
+    InstallError when a region's kernel is of another source than the admitted provider (an edited or older kernel has
+    no evidence) or the model dtype is not admitted.
     """
     if topology is not None:
         check_topology(contract, role, topology)
     admitted = contract.claims.dtypes
     if dtype is not None and dtype not in admitted:
         raise InstallError(
-            region="model", wanted=f"dtype in {list(admitted)}", found=dtype, fix="load the model in an admitted dtype"
+            region="model",
+            wanted=f"dtype in {list(admitted)}",
+            found=dtype,
+            fix="load the model in an admitted dtype",
         )
     modes = enforcement_from_env()
     bindings = []
-    for name in REGIONS:
+    for name in (*REGIONS, *STEP_REGIONS):
         mode = modes[name]
         if mode is Enforcement.OFF:
             continue
@@ -283,6 +293,9 @@ def load_adapter(name: str) -> type[Adapter]:
     known = {e.name: e for e in entry_points(group="isoexec.adapters")}
     if name not in known:
         raise InstallError(
-            region="adapter", wanted=name, found=f"adapters {sorted(known)}", fix="install the package that registers it"
+            region="adapter",
+            wanted=name,
+            found=f"adapters {sorted(known)}",
+            fix="install the package that registers it",
         )
     return cast(type[Adapter], known[name].load())

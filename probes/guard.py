@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -70,15 +71,16 @@ class Guard:
         if found is not None:
             return found
         lease: Lease = self._page.read()
-        halted = lease.state is LeaseState.HALT
+        if lease.state is LeaseState.HALT:
+            rule, cause, verdict = lease.rule, lease.cause, "violation"
+        elif self._decide() == _HALT:
+            rule, verdict = "lease_lost", "unknown"
+            cause = "the daemon stopped renewing the lease (it is dead or hung) and the run's policy is fail_closed"
+        else:
+            rule, verdict = "fence", "unknown"
+            cause = "another rank was told to halt; its host's marker has the rule and the cause"
         marker = HaltMarker(
-            run=self._run,
-            step=step,
-            rule=lease.rule if halted else "lease_lost",
-            cause=lease.cause
-            if halted
-            else "the daemon stopped renewing the lease (it is dead or hung) and the run's policy is fail_closed",
-            verdict="violation" if halted else "unknown",
+            run=self._run, step=step, rule=rule, cause=cause, verdict=verdict, time=time.time()
         )
         marker.write(self._directory.path)
         return marker

@@ -54,7 +54,9 @@ class LogprobTap:
         chosen: list[tuple[bytes, ScoredSequence]] = []
         sent = pending = 0
         for s in sequences:
-            digest = sequence_digest(np.concatenate([np.asarray(s.prompt, np.int64), np.asarray(s.response, np.int64)]))
+            digest = sequence_digest(
+                np.concatenate([np.asarray(s.prompt, np.int64), np.asarray(s.response, np.int64)])
+            )
             if sampled(digest, self._one_in):
                 chosen.append((digest, s))
                 pending += len(s.response)
@@ -105,7 +107,9 @@ def from_padded(
     """
     return [
         ScoredSequence(
-            prompt=tokens[i, :p].tolist(), response=tokens[i, p:n].tolist(), logprobs=np.ascontiguousarray(logprobs[i, p:n])
+            prompt=tokens[i, :p].tolist(),
+            response=tokens[i, p:n].tolist(),
+            logprobs=np.ascontiguousarray(logprobs[i, p:n]),
         )
         for i, (p, n) in enumerate(zip(prompt_lengths, lengths, strict=True))
     ]

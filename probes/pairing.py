@@ -21,7 +21,9 @@ def sequence_digest(token_ids: Sequence[int] | np.ndarray[Any, np.dtype[Any]]) -
     """
     ids = np.asarray(token_ids)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-        raise ValueError(f"token ids must be a flat sequence of integers, found shape {ids.shape} of {ids.dtype}")
+        raise ValueError(
+            f"token ids must be a flat sequence of integers, found shape {ids.shape} of {ids.dtype}"
+        )
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) > 0x7FFFFFFF):
         raise ValueError(f"token ids must be in [0, 2**31), found {int(ids.min())}..{int(ids.max())}")
     return xxhash.xxh3_128_digest(ids.astype("<i4").tobytes())

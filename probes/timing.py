@@ -38,5 +38,7 @@ class StepTimer:
     ) -> dict[str, float]:
         """Queue the step's times and values (loss, reward, ...) and return the times."""
         seconds = self.seconds
-        client.send(wire.Step, step=step, weight_version=weight_version, seconds=seconds, values=dict(values or {}))
+        client.send(
+            wire.Step, step=step, weight_version=weight_version, seconds=seconds, values=dict(values or {})
+        )
         return seconds

@@ -51,12 +51,16 @@ def tensor_partial(t: torch.Tensor, global_shape: Sequence[int], offsets: Sequen
     packed weight that nobody can read, never evidence).
     """
     if t.dim() != len(global_shape) or t.dim() != len(offsets):
-        raise ValueError(f"shard of {t.dim()} dimensions, global shape {tuple(global_shape)}, offsets {tuple(offsets)}")
+        raise ValueError(
+            f"shard of {t.dim()} dimensions, global shape {tuple(global_shape)}, offsets {tuple(offsets)}"
+        )
     if t.numel() == 0:
         raise ValueError("an empty tensor cannot be digested: its weights live where no probe can read them")
     for size, whole, start in zip(t.shape, global_shape, offsets, strict=True):
         if start < 0 or start + size > whole:
-            raise ValueError(f"shard {tuple(t.shape)} at {tuple(offsets)} is outside of {tuple(global_shape)}")
+            raise ValueError(
+                f"shard {tuple(t.shape)} at {tuple(offsets)} is outside of {tuple(global_shape)}"
+            )
     index = torch.zeros((), dtype=torch.int64, device=t.device)
     for dim, (size, start) in enumerate(zip(t.shape, offsets, strict=True)):
         stride = math.prod(global_shape[dim + 1 :])

@@ -36,7 +36,9 @@ class RemoteError(IsoExecError):
         super().__init__(f"{where}: {kind}: {text}")
 
 
-def _serve(pipe: Connection, target: str, env: Mapping[str, str], log: str, arguments: Mapping[str, Any]) -> None:
+def _serve(
+    pipe: Connection, target: str, env: Mapping[str, str], log: str, arguments: Mapping[str, Any]
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(env)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

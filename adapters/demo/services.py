@@ -37,7 +37,9 @@ def get_json(url: str, timeout: float = 5.0) -> Any:
         raise ServiceError(f"{url}: {error}") from error
 
 
-def _wait(what: str, ready: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float = 20.0) -> None:
+def _wait(
+    what: str, ready: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float = 20.0
+) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if process.poll() is not None:

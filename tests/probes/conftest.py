@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,7 @@ class Listener:
                 return
             threading.Thread(target=self._read, args=(stream,), daemon=True).start()
 
-    def _read(self, stream) -> None:  # type: ignore[no-untyped-def]
+    def _read(self, stream: socket.socket) -> None:
         reader = wire.FrameReader()
         while not self.stalled.is_set():
             data = stream.recv(1 << 16)

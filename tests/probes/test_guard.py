@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A halt stops every rank at the same step after a checkpoint, and outlives a restart until it is cleared."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from isoexec.contracts.errors import HaltedError
+from isoexec.contracts.halting import HaltMarker, LeaseError, LeasePage, LeaseState, Policy, StateDirectory
+from isoexec.probes.client import ProbeSettings
+from isoexec.probes.guard import Guard
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> LeasePage:
+    directory = StateDirectory(tmp_path).make().run("r")
+    directory.path.mkdir(parents=True)
+    page = LeasePage.create(directory.lease)
+    page.write(LeaseState.OK)
+    return page
+
+
+def settings(path: Path, policy: str = "fail_open") -> ProbeSettings:
+    return ProbeSettings(run="r", state_dir=path, policy=policy)
+
+
+def test_an_ok_and_a_warning_lease_let_the_step_go(tmp_path: Path, page: LeasePage) -> None:
+    guard = Guard(settings(tmp_path, "fail_closed"))
+    guard.check(0)
+    page.write(LeaseState.WARN, rule="x", cause="y")
+    guard.check(1)
+
+
+def test_a_halt_checkpoints_first_and_carries_rule_and_cause(tmp_path: Path, page: LeasePage) -> None:
+    guard = Guard(settings(tmp_path))
+    page.write(LeaseState.HALT, step=3, rule="topology", cause="trainer TP is 1")
+    saved: list[int] = []
+    with pytest.raises(HaltedError, match="trainer TP is 1"):
+        guard.check(4, checkpoint=lambda: saved.append(4))
+    assert saved == [4]
+
+
+def test_the_marker_blocks_a_restart_until_it_is_cleared(tmp_path: Path, page: LeasePage) -> None:
+    guard = Guard(settings(tmp_path))
+    page.write(LeaseState.HALT, step=3, rule="topology", cause="broken")
+    with pytest.raises(HaltedError):
+        guard.check(4)
+    page.write(LeaseState.OK)  # a restarted daemon that has forgotten everything
+    with pytest.raises(HaltedError, match="broken"):
+        Guard(settings(tmp_path))
+    assert HaltMarker.clear(StateDirectory(tmp_path).run("r").path) is not None
+    Guard(settings(tmp_path)).check(5)
+
+
+@pytest.mark.parametrize("policy", ["fail_open", "fail_closed"])
+def test_a_lost_lease_follows_the_declared_policy(tmp_path: Path, page: LeasePage, policy: str) -> None:
+    guard = Guard(settings(tmp_path, policy))
+    page.write(LeaseState.OK, ttl_seconds=0.01, policy=Policy.FAIL_CLOSED)
+    time.sleep(0.05)
+    if policy == "fail_open":
+        guard.check(1)
+        return
+    with pytest.raises(HaltedError, match="stopped renewing"):
+        guard.check(1)
+    marker = HaltMarker.read(StateDirectory(tmp_path).run("r").path)
+    assert marker is not None
+    assert (marker.rule, marker.verdict, marker.step) == ("lease_lost", "unknown", 1)
+
+
+def test_a_run_nobody_watches_does_not_start(tmp_path: Path) -> None:
+    with pytest.raises(LeaseError, match="said hello"):
+        Guard(settings(tmp_path))
+
+
+def _rank(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    # a state directory each, as on two hosts: only rank 0's lease will ever say halt
+    own = Path(folder) / f"state{rank}"
+    lease = StateDirectory(own).make().run("r").lease
+    lease.parent.mkdir(parents=True)
+    page = LeasePage.create(lease)
+    page.write(LeaseState.OK, ttl_seconds=60)
+    guard = Guard(settings(own))
+    guard.check(0, group=dist.group.WORLD)
+    if rank == 0:
+        page.write(LeaseState.HALT, step=0, rule="kernel_replaced", cause="norm is native")
+    try:
+        guard.check(1, group=dist.group.WORLD)
+        outcome = "went on"
+    except HaltedError as error:
+        outcome = str(error)
+    (Path(folder) / f"rank{rank}").write_text(outcome)
+    dist.destroy_process_group()
+
+
+def test_all_ranks_stop_at_the_same_step_though_one_alone_was_told(tmp_path: Path) -> None:
+    mp.start_processes(_rank, (str(tmp_path),), nprocs=2, start_method="fork")
+    told, followed = [(tmp_path / f"rank{r}").read_text() for r in (0, 1)]
+    assert "norm is native" in told
+    assert "another rank" in followed
