@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joins both sides' logprobs by what the sequence is: digest of its tokens and range of positions.
 
-Duplicates pair as a multiset: k reports of one sequence on either side make k pairs, in order of arrival. Only
-records of one weight version pair (a version below 0 is not stated and pairs with any); a digest met under other
-versions only is reported. Memory is bounded by tokens: what is evicted counts as unpaired.
+Duplicates pair as a multiset: k reports of one sequence on either side make k pairs, in order of arrival.
+Only records of one weight version pair (a version below 0 is not stated and pairs with any); a record that met
+its digest under other versions only knows them. Memory is bounded by tokens: what is evicted counts as unpaired.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def role_of(case: str) -> str:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One sequence under one case: positions start .. start + n, its bits, and the cases that it has met."""
+    """One sequence under one case: positions start .. start + n, its bits, and the cases that it has met.
+
+    `other_versions` are (engine version, trainer version) under which both sides reported it without pairing.
+    """
 
     case: str
     digest: bytes
@@ -48,6 +51,7 @@ class Record:
     logprobs_mode: str
     arrived: float
     met: set[str] = field(default_factory=set)
+    other_versions: set[tuple[int, int]] = field(default_factory=set)
 
     @property
     def size(self) -> int:
@@ -61,7 +65,7 @@ class Record:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """What one message made possible for one pair of cases: tokens in the order of the pair, the trainer second."""
+    """What one message made possible for one pair of cases; `first` and `second` as in the pair."""
 
     pair: tuple[str, str]
     step: int
@@ -88,8 +92,6 @@ class Pairing:
         self._next = 0
         self.held_tokens = 0
         self.evicted_tokens = 0
-        self.version_mismatch: set[tuple[int, int]] = set()
-        """(engine version, trainer version) of sequences that both sides reported, but under other versions."""
 
     def pending(self, role: str) -> int:
         """Tokens of a role that have met nothing of the other side."""
@@ -135,20 +137,13 @@ class Pairing:
             ]
             found = next((other for other in candidates if _comparable(record, other)), None)
             if found is None:
-                self._note_versions(record, candidates)
+                _note_versions(record, candidates)
                 continue
             found.met.add(record.case)
             record.met.add(partner_case)
             first, second = (record, found) if pair[0] == record.case else (found, record)
             step = second.step if second.step >= 0 else first.step
             _append(batches.setdefault((pair, step), Batch(pair, step)), first, second)
-
-    def _note_versions(self, record: Record, candidates: Iterable[Record]) -> None:
-        for other in candidates:
-            if role_of(other.case) == role_of(record.case) or _same_version(record, other):
-                continue
-            engine, trainer = (record, other) if role_of(record.case) == "engine" else (other, record)
-            self.version_mismatch.add((engine.weight_version, trainer.weight_version))
 
     def _hold(self, record: Record) -> None:
         key = self._next
@@ -169,8 +164,8 @@ class Pairing:
     def retire(self, step: int, *, lag_steps: int, older_than: float, unpaired: Unpaired) -> None:
         """Let go of what a window over `step` has used up.
 
-        Records of that step or an earlier one go (an engine's that met no trainer `lag_steps` later), and so do
-        records of no stated step that came before `older_than`; `unpaired` is told of each.
+        Records of that step or an earlier one go (an engine's that met no trainer `lag_steps` later), and so
+        do records of no stated step that came before `older_than`; `unpaired` is told of each.
         """
         gone: list[int] = []
         for key, record in self._records.items():
@@ -190,6 +185,16 @@ class Pairing:
         return any(
             0 <= record.step <= step and not record.met_other_side for record in self._records.values()
         )
+
+
+def _note_versions(record: Record, candidates: Iterable[Record]) -> None:
+    for other in candidates:
+        if role_of(other.case) == role_of(record.case) or _same_version(record, other):
+            continue
+        engine, trainer = (record, other) if role_of(record.case) == "engine" else (other, record)
+        versions = (engine.weight_version, trainer.weight_version)
+        engine.other_versions.add(versions)
+        trainer.other_versions.add(versions)
 
 
 def _same_version(a: Record, b: Record) -> bool:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of d over paired tokens, from the raw bits of both sides, added up batch by batch.
 
-Counts come before averages: bitwise equality is counted on the integers, non-finite pairs are counted and leave
-everything else. Sums are float64. The 99th percentile is exact up to `RETAINED` tokens a window, and from every
-k-th token above.
+Counts come before averages: bitwise equality is counted on the integers, non-finite pairs are counted and
+leave everything else. Sums are float64. The 99th percentile is exact up to `RETAINED` tokens a window, and from
+every k-th token above.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PairAccumulator:
         first_ids: Ints | None = None,
         second_ids: Ints | None = None,
     ) -> None:
-        """Take two logprobs [n] a token, the second being the trainer's, of sequences of `lengths`, in order."""
+        """Take logprobs [n] and [n], in the order of the pair, of sequences of `lengths` one after the other."""
         n = int(first.shape[0])
         if n == 0:
             return
@@ -133,7 +133,7 @@ class PairAccumulator:
             (self._late, finite & late),
         ):
             picked = size[chosen]
-            sums += (picked.sum(), picked.size)
+            np.add(sums, (picked.sum(), picked.size), out=sums)
 
     def _keep(self, size: npt.NDArray[np.float64]) -> None:
         kept = size[:: self._stride]
