@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The console commands `isoexec contract ...` and `isoexec clear RUN`; each returns its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from isoexec.contracts.errors import ContractError, IsoExecError
+from isoexec.contracts.schema import Contract, json_schema, library
+
+__all__ = ["clear", "run"]
+
+
+def run(argv: list[str]) -> int:
+    """Check, read, compare and pin contracts.
+
+    Exit codes: 0 fine; 1 a finding, a disagreement or an unusable contract; 2 wrong usage.
+    """
+    parser = argparse.ArgumentParser(
+        prog="isoexec contract", description="Check, read and compare contracts."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, words: str, act: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=words, description=words)
+        sub.set_defaults(act=act)
+        return sub
+
+    where = "a contract file, or the name of a shipped contract"
+    sub = command("lint", "check what a contract means; 1 when a rule is broken", _lint)
+    sub.add_argument("file", help=where)
+    sub.add_argument("--strict", action="store_true", help="let warnings fail too")
+    _format(sub)
+    sub = command("show", "print what a contract promises", _show)
+    sub.add_argument("file", help=where)
+    _format(sub)
+    sub = command("digest", "print the three identities", _digest)
+    sub.add_argument("file", help=where)
+    _format(sub)
+    sub = command("diff", "print the fields that differ; 1 when two runs with them may not meet", _diff)
+    sub.add_argument("a", help=where)
+    sub.add_argument("b", help=where)
+    _format(sub)
+    sub = command("explain", "print what a lint rule means", _explain)
+    sub.add_argument("rule", help="an id such as IX001")
+    command("schema", "print the JSON Schema of a contract", _schema)
+    sub = command("pin", "write source digests into a contract file", _pin)
+    sub.add_argument("file", type=Path, help="a contract file")
+    pair = "FUNCTION=sha256:..."
+    sub.add_argument(
+        "--source", action="append", required=True, metavar=pair, help="a digest; may be repeated"
+    )
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as stop:  # argparse has printed why
+        return stop.code if isinstance(stop.code, int) else 2
+    act: Callable[[argparse.Namespace], int] = args.act
+    return act(args)
+
+
+def clear(argv: list[str]) -> int:
+    """Clear a halted run, so that it may start again."""
+    parser = argparse.ArgumentParser(
+        prog="isoexec clear",
+        description="Clear the halt marker of a run, so that it may start again. Look at the cause first.",
+    )
+    parser.add_argument("run", metavar="RUN", help="name of the run")
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 2
+    from isoexec.contracts.halting import HaltMarker, StateDirectory
+
+    state = StateDirectory.default()
+    folder = state.run(args.run).path
+    if not folder.is_dir():
+        known = ", ".join(state.runs()) or "none"
+        raise IsoExecError(
+            f"no run {args.run!r} under {state.path}; the runs there: {known}; is ISOEXEC_STATE_DIR right?"
+        )
+    marker = HaltMarker.read(folder)
+    if marker is None:
+        print(f"{args.run} is not halted")
+        return 0
+    HaltMarker.clear(folder)
+    print(f"cleared {args.run}, which was halted: {marker}")
+    return 0
+
+
+def _format(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="how to print it")
+
+
+def _path(name: str) -> Path:
+    path = Path(name)
+    if path.exists() or os.sep in name or path.suffix in {".yaml", ".yml"}:
+        return path
+    return library(name)
+
+
+def _load(name: str) -> Contract:
+    return Contract.load(_path(name))
+
+
+def _json(value: object) -> None:
+    print(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False))
+
+
+def _lint(args: argparse.Namespace) -> int:
+    from isoexec.contracts.lint import lint
+
+    findings = lint(_load(args.file))
+    errors = sum(finding.severity == "error" for finding in findings)
+    warnings = len(findings) - errors
+    if args.format == "json":
+        found = [finding.to_dict() for finding in findings]
+        _json({"file": args.file, "errors": errors, "warnings": warnings, "findings": found})
+    else:
+        for finding in findings:
+            print(f"{args.file}: {finding}")
+        print(f"{args.file}: {errors} errors, {warnings} warnings")
+    return 1 if errors or (args.strict and warnings) else 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    contract = _load(args.file)
+    if args.format == "json":
+        _json(contract.to_dict())
+        return 0
+    print(f"{contract.name}  ({contract.model.family}, arch {contract.arch})")
+    for name, digest in contract.identities.to_dict().items():
+        print(f"  {name:<18} {digest}")
+    print("\nmodel")
+    for name, constraint in sorted(contract.model.facts.items()):
+        print(f"  {name:<18} {constraint}")
+    print("\nregions")
+    for binding in sorted(contract.composition, key=lambda one: (one.region, sorted(one.cases))):
+        every = {case.name for case in contract.cases} == set(binding.cases)
+        cases = "every case" if every else ", ".join(sorted(binding.cases))
+        constants = ", ".join(f"{name} {value}" for name, value in sorted(binding.constants.items()))
+        print(
+            f"  {binding.region:<18} {binding.function:<22} {cases}" + (f"; {constants}" if constants else "")
+        )
+    print("\nproviders")
+    for provider in sorted(contract.providers, key=lambda one: (one.function, one.name)):
+        what = provider.source if provider.kind == "kernel" else provider.version
+        roles = "+".join(sorted(provider.roles))
+        print(f"  {provider.function:<22} {provider.name}  {what}  {roles}, {provider.discharge.kind}")
+    print("\nclaims")
+    for role, axes in sorted(contract.claims.topology.items()):
+        for axis, claim in axes.items():
+            print(f"  {role:<8} {axis:<4} {claim}")
+    for group in contract.claims.bitwise:
+        print(f"  bitwise: {', '.join(sorted(group))}")
+    for one in contract.claims.tolerances:
+        regions = ", ".join(sorted(one.regions))
+        print(
+            f"  {' / '.join(sorted(one.cases))}: {one.metric} at most {one.bound} nats, blamed on {regions}"
+        )
+    return 0
+
+
+def _digest(args: argparse.Namespace) -> int:
+    identities = _load(args.file).identities
+    if args.format == "json":
+        _json(identities.to_dict())
+    else:
+        for name, digest in identities.to_dict().items():
+            print(f"{name:<18} {digest}")
+    return 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from isoexec.contracts.diff import diff, render
+
+    a, b = _load(args.a), _load(args.b)
+    differences = diff(a, b)
+    agree = a.identities.agrees_with(b.identities)
+    if args.format == "json":
+        _json({"agree": agree, "differences": [one.to_dict() for one in differences]})
+    else:
+        print(render(differences))
+    return 0 if agree else 1
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from isoexec.contracts.lint import explain
+
+    print(explain(args.rule))
+    return 0
+
+
+def _schema(args: argparse.Namespace) -> int:
+    del args
+    _json(json_schema())
+    return 0
+
+
+def _pin(args: argparse.Namespace) -> int:
+    from isoexec.contracts.pinning import pin
+
+    sources: dict[str, str] = {}
+    for pair in args.source:
+        function, equals, digest = pair.partition("=")
+        if not equals or function in sources:
+            print(
+                f"isoexec contract pin: wanted each FUNCTION=sha256:... once, found {pair!r}", file=sys.stderr
+            )
+            return 2
+        sources[function] = digest
+    if not args.file.exists():
+        raise ContractError("is not there", path=str(args.file), fix="give the path of a contract file")
+    changed = pin(args.file, sources)
+    print(f"{args.file}: {len(changed)} source digests changed" + "".join(f"\n  {one}" for one in changed))
+    return 0
