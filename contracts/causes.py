@@ -117,9 +117,8 @@ def _facts(window: Window) -> Iterator[Cause]:
 def _counts(window: Window) -> Iterator[Cause]:
     for pair in (*window.trainer_pairs, *window.engine_pairs):
         share = pair.exact_zero / pair.tokens
-        # a saturated token may round to 0.0 on one side: only zeros that stand against real values are
-        # filled ones
-        if share > 1e-3 and pair.max_abs_d > 0.1:
+        # saturated tokens and a top-p set of one token are exactly 0.0 too: a filled one is nats away
+        if share > 1e-3 and pair.max_abs_d > 1:
             yield _cause("filled_logprobs", pair=pair.label, exact_zero=pair.exact_zero, tokens=pair.tokens)
         if pair.nonfinite:
             yield _cause("nonfinite", pair=pair.label, nonfinite=pair.nonfinite, tokens=pair.tokens)
@@ -216,18 +215,18 @@ def _signature(pair: PairStats, window: Window) -> str:
     unequal = pair.tokens - pair.bitwise_equal
     if pair.grid_share > 0.9 and unequal >= 100 and pair.max_abs_d >= 1 / 32:
         return "quantised_logits"
-    if name := _semantic(pair):
-        return name
-    if name := _position(pair, window):
+    if name := _edge(pair, window) or _semantic(pair):
         return name
     if not _off(pair, window):
         return ""
+    if pair.position_growth > 3:
+        return "grows_with_length"
     if pair.kurtosis > 30:
         return "moe_routing"
     if pair.mean_abs_d <= max(_limit(window), 0.05) and pair.kurtosis < 20:
         # small, dense and self-consistent; only regimes that promise less noise come here
         return "numeric_noise"
-    if _one_sided_excess(pair) > 0.08:
+    if abs(_sign_excess(pair)) > 0.06:
         return "logit_scale"
     if 0.6 <= pair.r_ratio <= 1.4:
         return "other_policy"
@@ -255,8 +254,8 @@ def _semantic(pair: PairStats) -> str:
     return "support_or_scale"
 
 
-def _position(pair: PairStats, window: Window) -> str:
-    """Faults tied to a place in the sequence; averages over all tokens hide them."""
+def _edge(pair: PairStats, window: Window) -> str:
+    """Faults at one end of the sequences; averages over all tokens hide them, or make them look semantic."""
     floor = max(_limit(window), 1e-6)
     for value, name in (
         (pair.last_token_mean_abs_d, "sequence_end"),
@@ -264,13 +263,11 @@ def _position(pair: PairStats, window: Window) -> str:
     ):
         if value > 10 * pair.mean_abs_d and value > 5 * floor:
             return name
-    if pair.position_growth > 3 and _off(pair, window):
-        return "grows_with_length"
     return ""
 
 
-def _one_sided_excess(pair: PairStats) -> float:
-    """How many more tokens are negative than a normal distribution of this mean and width would have."""
+def _sign_excess(pair: PairStats) -> float:
+    """How far the share of negative d is from that of a normal distribution of the same mean and width."""
     if not pair.std_d > 0:
         return 0.0
     expected = 0.5 * math.erfc(pair.mean_d / pair.std_d / math.sqrt(2))

@@ -123,9 +123,7 @@ def _unequal(pair: PairStats) -> float:
 
 
 def _rho_effect(pair: PairStats) -> float:
-    """Distance of E[rho] from 1, where the test is sure of it (z above 10); heavy tails alone do not
-    count.
-    """
+    """Distance of E[rho] from 1 where the test is sure of it, z above 10; 0 elsewhere."""
     if math.isnan(pair.rho_mean) or math.isnan(pair.rho_z):
         return math.nan
     return abs(pair.rho_mean - 1.0) if abs(pair.rho_z) > 10 else 0.0

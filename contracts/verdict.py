@@ -230,16 +230,12 @@ def _number(value: float | None) -> str:
 
 
 def overall(verdicts: Iterable[Verdict]) -> Verdict | None:
-    """Return the verdict that matters most: the strongest action, then violation before unknown; None for
-    none.
-    """
+    """Return the verdict that matters most: strongest action, violation before unknown; None for none."""
     return max(verdicts, key=lambda v: (_DEGREE[v.action], _SEVERITY[v.outcome]), default=None)
 
 
 def guard_state(verdicts: Sequence[Verdict]) -> Literal["ok", "warn", "halt", "unknown"]:
-    """Return what the lease tells the guard. Verdicts that only record (`dryrun`) leave it `ok`; none is
-    `unknown`.
-    """
+    """Return what the lease tells the guard; verdicts that only record leave it `ok`, none is `unknown`."""
     if not verdicts:
         return "unknown"
     if any(v.action == "halt" for v in verdicts):
