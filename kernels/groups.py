@@ -35,7 +35,7 @@ def size_of(name: str) -> int:
 
 
 def rank_of(name: str) -> int:
-    """This process's rank in the named group."""
+    """Rank of this process in the named group."""
     return resolve(name).rank() if name else 0
 
 
@@ -58,7 +58,7 @@ def all_reduce(x: Tensor, name: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp
 
 
 def own_rows(x: Tensor, name: str, op: str) -> Tensor:
-    """This rank's block of dim 0."""
+    """The block of dim 0 that this rank owns."""
     size = size_of(name)
     require(
         x.shape[0] % size == 0, op, f"{x.shape[0]} rows over {size} ranks", "equal row blocks on every rank"

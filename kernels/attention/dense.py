@@ -204,10 +204,13 @@ _op = define(
 )
 
 
-def attention_varlen(q: Tensor, k: Tensor, v: Tensor, scale: float, *, kv_segment: int) -> Tensor:
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, kv_segment: int, query_tile: int = QUERY_TILE
+) -> Tensor:
     """Causal attention of `q [b, s, H, D]` over `k, v [b, s, KV, D]` at positions 0 to s - 1, in q.dtype; differentiable.
 
     Sequences of other lengths are right padded: padding changes no bit of a real token, forward or backward.
     """
+    require(query_tile == QUERY_TILE, "attention", f"query_tile {query_tile}", f"query_tile {QUERY_TILE}")
     out: Tensor = _op(q, k, v, float(scale), kv_segment)[0]
     return out

@@ -32,8 +32,15 @@ class PagedPlan:
     """
 
     def __init__(
-        self, starts: Sequence[int], seq_lens: Sequence[int], group: int, *, kv_segment: int = 32
+        self,
+        starts: Sequence[int],
+        seq_lens: Sequence[int],
+        group: int,
+        *,
+        kv_segment: int = 32,
+        query_tile: int = QUERY_TILE,
     ) -> None:
+        require(query_tile == QUERY_TILE, "attention", f"query_tile {query_tile}", f"query_tile {QUERY_TILE}")
         require(1 <= group <= QUERY_TILE, "attention", f"a group of {group} heads", f"1 to {QUERY_TILE}")
         require(
             len(starts) == len(seq_lens) + 1,

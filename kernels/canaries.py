@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fixed input and the specification's answer for every function, to be run through whatever a runtime really bound.
+
+Inputs come from integer arithmetic, not from a random generator, so they are the same under every torch version.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from isoexec.contracts.digests import digest_bytes
+from isoexec.kernels.attention import naive as attention
+from isoexec.kernels.domain import DomainError
+from isoexec.kernels.embedding import naive as embedding
+from isoexec.kernels.grad_norm import naive as grad_norm
+from isoexec.kernels.linear import naive as linear
+from isoexec.kernels.logprobs import naive as logprobs
+from isoexec.kernels.rms_norm import naive as rms_norm
+from isoexec.kernels.rope import naive as rope
+from isoexec.kernels.silu_mul import naive as silu_mul
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+__all__ = ["canary", "canary_digest", "expected_digest", "fill", "output_digest", "reference"]
+
+Inputs = dict[str, Any]
+
+_SIZES: dict[str, dict[str, int]] = {
+    "embedding.lookup/1": {"tokens": 19, "vocab": 64, "width": 32},
+    "rms_norm.tree/1": {"tokens": 19, "width": 128},
+    "linear.chain/1": {"tokens": 19, "K": 256, "N": 64},
+    "rope.neox_fp32/1": {"tokens": 19, "heads": 2, "head_dim": 32},
+    "attention.segments/1": {"tokens": 75, "heads": 4, "kv_heads": 2, "head_dim": 32},
+    "silu_mul.exp/1": {"tokens": 19, "width": 100},
+    "logprobs.leaves/1": {"tokens": 19, "vocab": 512},
+    "grad_norm.exact/1": {"tokens": 19, "width": 100},
+}
+
+
+def fill(*shape: int, salt: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    """Values in [-scale, scale) from a multiplicative hash of the index; the same on every machine and torch version."""
+    count = 1
+    for size in shape:
+        count *= size
+    mixed = (torch.arange(1, count + 1, dtype=torch.int64) * 2654435761 + salt * 40503) % 2**32
+    mixed = (mixed ^ (mixed >> 15)) * 2246822519 % 2**32
+    mixed = mixed ^ (mixed >> 13)
+    centred = (mixed >> 8) - 2**23  # 24 bits, exact in float32
+    return (centred.to(torch.float32) * (scale / 2**23)).view(shape).to(dtype)
+
+
+def _ids(count: int, below: int, salt: int) -> Tensor:
+    return (torch.arange(count, dtype=torch.int64) * 7919 + salt * 104729) % below
+
+
+def canary(
+    function_id: str,
+    constants: Mapping[str, Any],
+    *,
+    dtype: torch.dtype = torch.float32,
+    sizes: Mapping[str, int] | None = None,
+) -> Inputs:
+    """The function's canary input by argument name.
+
+    `sizes` overrides the sizes that a bound object fixes (`_SIZES` names them): a layer with 8 heads gets 8 heads.
+    Raises `DomainError` for an unknown function or size.
+    """
+    if function_id not in _SIZES:
+        raise DomainError("canary", f"function {function_id!r}", f"the functions {sorted(_SIZES)}")
+    own = _SIZES[function_id]
+    unknown = set(sizes or ()) - set(own)
+    if unknown:
+        raise DomainError("canary", f"sizes {sorted(unknown)} for {function_id}", f"the sizes {sorted(own)}")
+    n = {**own, **(sizes or {})}
+    tokens = n["tokens"]
+    match function_id.partition("/")[0]:
+        case "embedding.lookup":
+            w = fill(n["vocab"], n["width"], salt=1, dtype=dtype)
+            w[:, 0] = -0.0  # the sign a sum over shards would lose
+            return {"ids": _ids(tokens, n["vocab"], 2), "w": w}
+        case "rms_norm.tree":
+            x = fill(tokens, n["width"], salt=3, dtype=dtype, scale=3.0)
+            return {"x": x, "w": fill(n["width"], salt=4, dtype=dtype), "eps": 1e-6}
+        case "linear.chain":
+            return {
+                "x": fill(tokens, n["K"], salt=5, dtype=dtype),
+                "w": fill(n["N"], n["K"], salt=6, dtype=dtype),
+            }
+        case "rope.neox_fp32":
+            x = fill(tokens, n["heads"], n["head_dim"], salt=7, dtype=dtype)
+            return {"x": x, "positions": _ids(tokens, rope.LENGTH, 8), "base": 1000000.0}
+        case "attention.segments":
+            shape = (1, tokens, n["kv_heads"], n["head_dim"])
+            return {
+                "q": fill(1, tokens, n["heads"], n["head_dim"], salt=9, dtype=dtype, scale=4.0),
+                "k": fill(*shape, salt=10, dtype=dtype, scale=4.0),
+                "v": fill(*shape, salt=11, dtype=dtype),
+                "scale": n["head_dim"] ** -0.5,
+            }
+        case "silu_mul.exp":
+            return {
+                "gate": fill(tokens, n["width"], salt=12, dtype=dtype, scale=8.0),
+                "up": fill(tokens, n["width"], salt=13, dtype=dtype),
+            }
+        case "logprobs.leaves":
+            return {
+                "logits": fill(tokens, n["vocab"], salt=14, scale=8.0),
+                "target": _ids(tokens, n["vocab"], 15),
+            }
+    return {
+        "tensors": [
+            fill(tokens, n["width"], salt=16, dtype=dtype),
+            fill(n["width"], salt=17, dtype=dtype, scale=1e-3),
+        ]
+    }
+
+
+def reference(function_id: str, constants: Mapping[str, Any]) -> Callable[..., Tensor]:
+    """The specification under these constants: takes `canary`'s inputs by name, returns the one output that is compared."""
+    match function_id.partition("/")[0]:
+        case "embedding.lookup":
+            return embedding.embedding
+        case "rms_norm.tree":
+            return rms_norm.rms_norm
+        case "linear.chain":
+            out_dtype = torch.float32 if constants.get("boundary", "model") == "float32" else None
+            return lambda x, w: linear.linear(x, w, k_block=constants["k_block"], out_dtype=out_dtype)
+        case "rope.neox_fp32":
+            return rope.rope
+        case "attention.segments":
+            return lambda q, k, v, scale: attention.attention(
+                q, k, v, scale, kv_segment=constants["kv_segment"]
+            )
+        case "silu_mul.exp":
+            return silu_mul.silu_mul
+        case "logprobs.leaves":
+            return lambda logits, target: logprobs.token_logprobs(
+                logits, target, vocab_leaves=constants["vocab_leaves"]
+            )
+        case "grad_norm.exact":
+            return lambda tensors: torch.tensor(grad_norm.exact_sq_sum(tensors), dtype=torch.float64)
+    raise DomainError("reference", f"function {function_id!r}", f"the functions {sorted(_SIZES)}")
+
+
+def output_digest(out: Tensor) -> str:
+    """`sha256:...` of a tensor's bytes in row-major order."""
+    return digest_bytes(out.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+def canary_digest(
+    call: Callable[..., Tensor],
+    function_id: str,
+    constants: Mapping[str, Any],
+    *,
+    dtype: torch.dtype = torch.float32,
+    sizes: Mapping[str, int] | None = None,
+) -> str:
+    """Run `call` on the canary input (by argument name) and digest its output."""
+    with torch.no_grad():
+        return output_digest(call(**canary(function_id, constants, dtype=dtype, sizes=sizes)))
+
+
+def expected_digest(
+    function_id: str,
+    constants: Mapping[str, Any],
+    *,
+    dtype: torch.dtype = torch.float32,
+    sizes: Mapping[str, int] | None = None,
+) -> str:
+    """What `canary_digest` gives for a faithful implementation on this machine: the specification, run here."""
+    return canary_digest(reference(function_id, constants), function_id, constants, dtype=dtype, sizes=sizes)
