@@ -88,8 +88,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, kv_segment: int) -> 
     per = QUERY_TILE // group
     qt, ks, vs = _tile(q, KV, per), _segments(k, kv_segment), _segments(v, kv_segment)
     T, B = qt.shape[:2]
-    out = torch.empty(T, B, QUERY_TILE, D)
-    top, total = torch.empty(T, B, QUERY_TILE), torch.empty(T, B, QUERY_TILE)
+    out = torch.empty(T, B, QUERY_TILE, D, dtype=torch.float32)
+    top, total = (
+        torch.empty(T, B, QUERY_TILE, dtype=torch.float32),
+        torch.empty(T, B, QUERY_TILE, dtype=torch.float32),
+    )
     for first, past, need in _runs(T, per, s, kv_segment):
         n = past - first
         step = max(1, BATCH // (n * need))
@@ -130,7 +133,7 @@ def _grad(
     ks, vs = _segments(k, kv_segment), _segments(v, kv_segment)
     T, B = qt.shape[:2]
     delta = halving_tree(gt * ot)
-    dq = torch.zeros(T, B, QUERY_TILE, D)
+    dq = torch.zeros(T, B, QUERY_TILE, D, dtype=torch.float32)
     dk, dv = torch.zeros_like(ks), torch.zeros_like(vs)
     for first, past, need in _runs(T, per, s, kv_segment):
         limit = _limits(first, past, per, group)

@@ -24,7 +24,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, limit: Tensor, scale: float, *, kv_s
     scores = torch.cat([segment @ q.t() for segment in k.split(kv_segment)]) * scale  # [keys, QUERY_TILE]
     scores = scores.masked_fill(torch.arange(len(k)).unsqueeze(1) >= limit, float("-inf"))
     weights = torch.exp(scores - scores.amax(0))
-    out, total = torch.zeros(QUERY_TILE, q.shape[1]), torch.zeros(QUERY_TILE)
+    out, total = (
+        torch.zeros(QUERY_TILE, q.shape[1], dtype=torch.float32),
+        torch.zeros(QUERY_TILE, dtype=torch.float32),
+    )
     for p, values in zip(weights.split(kv_segment), v.split(kv_segment), strict=True):
         out = out + p.t() @ values
         total = total + halving_tree(p, 0)
@@ -37,15 +40,21 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, kv_segment: int)
     group = H // k.shape[2]
     per = QUERY_TILE // group
     padded = -(-s // kv_segment) * kv_segment
-    out = torch.zeros(b, s, H, D)
+    out = torch.zeros(b, s, H, D, dtype=torch.float32)
     for i in range(b):
         for kv in range(k.shape[2]):
-            keys, values = torch.zeros(padded, D), torch.zeros(padded, D)
+            keys, values = (
+                torch.zeros(padded, D, dtype=torch.float32),
+                torch.zeros(padded, D, dtype=torch.float32),
+            )
             keys[:s], values[:s] = k[i, :, kv].float(), v[i, :, kv].float()
             heads = slice(kv * group, (kv + 1) * group)
             for a in range(0, s, per):
                 n = min(per, s - a)
-                tile, limit = torch.zeros(QUERY_TILE, D), torch.ones(QUERY_TILE, dtype=torch.long)
+                tile, limit = (
+                    torch.zeros(QUERY_TILE, D, dtype=torch.float32),
+                    torch.ones(QUERY_TILE, dtype=torch.long),
+                )
                 tile[: n * group] = q[i, a : a + n, heads].float().reshape(n * group, D)
                 limit[: n * group] = torch.arange(a + 1, a + n + 1).repeat_interleave(group)
                 o = attend(tile, keys, values, limit, scale, kv_segment=kv_segment)

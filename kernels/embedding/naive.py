@@ -17,7 +17,7 @@ def embedding(ids: Tensor, w: Tensor) -> Tensor:
 
 def embedding_backward(grad: Tensor, ids: Tensor, rows: int) -> Tensor:
     """fp32 [rows, width]: each row's terms in token order, from zero."""
-    dw = torch.zeros(rows, grad.shape[-1])
+    dw = torch.zeros(rows, grad.shape[-1], dtype=torch.float32)
     for token, g in zip(ids.reshape(-1).tolist(), grad.reshape(-1, grad.shape[-1]).float(), strict=True):
         dw[token] = dw[token] + g
     return dw

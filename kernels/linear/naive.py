@@ -25,10 +25,10 @@ def chain(x: Tensor, packed: Tensor, acc: Tensor | None = None) -> Tensor:
     """fp32 [..., N]; `acc` is the accumulator another rank hands over."""
     blocks, k_block, N = packed.shape
     rows = x.reshape(-1, blocks * k_block).float()
-    y = torch.zeros(len(rows), N) if acc is None else acc.reshape(-1, N).clone()
+    y = torch.zeros(len(rows), N, dtype=torch.float32) if acc is None else acc.reshape(-1, N).clone()
     for start in range(0, len(rows), ROW_TILE):
         count = min(ROW_TILE, len(rows) - start)
-        tile = torch.zeros(ROW_TILE, blocks * k_block)
+        tile = torch.zeros(ROW_TILE, blocks * k_block, dtype=torch.float32)
         tile[:count] = rows[start : start + count]
         for i in range(blocks):
             p = tile[:, i * k_block : (i + 1) * k_block] @ packed[i]
@@ -51,5 +51,5 @@ def wgrad(g: Tensor, x: Tensor, *, m_block: int) -> Tensor:
     """fp32 [N, K]: the same chain over tokens, in blocks of m_block padded with zeros."""
     g2, x2 = g.reshape(-1, g.shape[-1]).float(), x.reshape(-1, x.shape[-1]).float()
     pad = -len(g2) % m_block
-    g2, x2 = (torch.cat([t, torch.zeros(pad, t.shape[1])]) for t in (g2, x2))
+    g2, x2 = (torch.cat([t, torch.zeros(pad, t.shape[1], dtype=torch.float32)]) for t in (g2, x2))
     return chain(g2.t(), pack_weight(x2.t(), k_block=m_block))

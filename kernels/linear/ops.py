@@ -74,7 +74,7 @@ def _chain(x: Tensor, packed: Tensor, acc: Tensor | None) -> Tensor:
     )
     flat, rows = _tiles(x, blocks * k_block)
     if acc is None:
-        y = torch.zeros(flat.shape[0], N)
+        y = torch.zeros(flat.shape[0], N, dtype=torch.float32)
     else:
         y, _ = _tiles(acc, N)
         y = y.clone() if y.data_ptr() == acc.data_ptr() else y
@@ -110,7 +110,7 @@ def _hand_off(x: Tensor, packed: Tensor, group_name: str, scatter: bool) -> Tens
     )
     rows = lead.numel()
     flat = x.reshape(rows, x.shape[-1])
-    whole = torch.empty(rows, N)
+    whole = torch.empty(rows, N, dtype=torch.float32)
     per = rows // size if scatter else rows
     own = whole[rank * per : (rank + 1) * per] if scatter else whole
     cuts = [
@@ -125,7 +125,7 @@ def _hand_off(x: Tensor, packed: Tensor, group_name: str, scatter: bool) -> Tens
     for a, b in cuts:
         acc = None
         if rank:
-            acc = torch.empty(b - a, N)
+            acc = torch.empty(b - a, N, dtype=torch.float32)
             dist.recv(acc, group=group, group_src=rank - 1)
         part = _chain(flat[a:b], packed, acc).contiguous()
         if rank != last:
@@ -174,7 +174,7 @@ def _wgrad(g: Tensor, x: Tensor) -> Tensor:
     pad = -M % TOKEN_BLOCK
     if pad:
         g2, x2 = F.pad(g2, (0, 0, 0, pad)), F.pad(x2, (0, 0, 0, pad))
-    acc = torch.zeros(T, ROW_TILE, K)
+    acc = torch.zeros(T, ROW_TILE, K, dtype=torch.float32)
     for a in range(0, M, TOKEN_BLOCK):
         tiles = g2[a : a + TOKEN_BLOCK].view(TOKEN_BLOCK, T, ROW_TILE).permute(1, 2, 0)
         acc.baddbmm_(tiles, x2[a : a + TOKEN_BLOCK].expand(T, TOKEN_BLOCK, K))

@@ -42,10 +42,10 @@ def dgamma(g: Tensor, x: Tensor, eps: float) -> Tensor:
     """
     xf, gf = x.float(), g.float()
     r = 1.0 / torch.sqrt(halving_tree(xf * xf).unsqueeze(-1) / x.shape[-1] + eps)
-    per_head = torch.zeros(x.shape[2:])
+    per_head = torch.zeros(x.shape[2:], dtype=torch.float32)
     for place in gf * (xf * r):
         per_head = per_head + halving_tree(place, 0)
-    total = torch.zeros(x.shape[-1])
+    total = torch.zeros(x.shape[-1], dtype=torch.float32)
     for head in per_head:
         total = total + head
     return total

@@ -78,7 +78,7 @@ def _norm_grad(g: Tensor, x: Tensor, w: Tensor, eps: float, shard: str, group: s
 
 def _receive(shape: tuple[int, ...], group_name: str) -> Tensor:
     """Zeros, or what the rank before this one has summed so far."""
-    acc = torch.zeros(shape)
+    acc = torch.zeros(shape, dtype=torch.float32)
     if group_name and (rank := resolve(group_name).rank()):
         dist.recv(acc, group=resolve(group_name), group_src=rank - 1)
     return acc
