@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/.tools/usr/bin:$(PATH)
 LIGHT_ROOMS := tests/contracts tests/daemon tests/dashboards
 ENGINE_ROOMS := tests/kernels tests/probes tests/adapters tests/examples
 
-.PHONY: demo test test-light test-engines lint format prometheus clean
+.PHONY: demo test test-light test-engines lint format pin prometheus clean
 .DEFAULT_GOAL := test
 
 demo: .venv/.ready
@@ -37,6 +37,10 @@ lint: .venv/.ready
 format: .venv/.ready
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
+
+# writes the digests of today's kernel sources into the shipped contract: a new kernel is a new numerical policy
+pin: .venv/.ready
+	.venv/bin/isoexec contract pin contracts/library/qwen3-dense-cpu.yaml $$(.venv/bin/isoexec kernels --pin)
 
 prometheus:
 	@.ci/prometheus

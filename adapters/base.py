@@ -266,6 +266,7 @@ def make_plan(
         region = contract.region(name)
         if not set(region.cases) & set(contract.cases_of(role)):
             continue
+        registry.check_constants(region.function, region.constants)
         provider = region.provider(role)
         found = registry.source_digest(region.function)
         if mode.installs and provider.source != found:

@@ -42,7 +42,9 @@ def test_every_name_in_all_is_defined(path: Path) -> None:
             defined.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             defined |= {(a.asname or a.name).split(".")[0] for a in node.names}
-        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.TypeAlias if hasattr(ast, "TypeAlias") else ast.Assign)):
+        if isinstance(
+            node, (ast.Assign, ast.AnnAssign, ast.TypeAlias if hasattr(ast, "TypeAlias") else ast.Assign)
+        ):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             for target in targets:
                 defined |= {n.id for n in ast.walk(target) if isinstance(n, ast.Name)} if target else set()

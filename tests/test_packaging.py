@@ -53,7 +53,11 @@ def test_the_wheel_holds_exactly_the_tracked_files_of_the_rooms(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "entry",
-    [e for g in ("isoexec.commands", "isoexec.adapters", "vllm.general_plugins") for e in entry_points(group=g)],
+    [
+        e
+        for g in ("isoexec.commands", "isoexec.adapters", "vllm.general_plugins")
+        for e in entry_points(group=g)
+    ],
     ids=lambda e: f"{e.group}:{e.name}",
 )
 def test_every_entry_point_names_a_file_of_ours(entry: object) -> None:

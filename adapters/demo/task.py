@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Task", "group_advantages"]
+__all__ = ["Task"]
 
 _FIRST_FREE_TOKEN = 3  # 0, 1 and 2 are pad, begin and end
 _BEGIN = 1
@@ -48,12 +48,3 @@ class Task:
         """float32 [n] in [0, 1]."""
         return np.array([np.mean(np.asarray(r) % 4 == 0) if len(r) else 0.0 for r in responses], np.float32)
 
-
-def group_advantages(rewards: npt.NDArray[np.float32], group: int) -> npt.NDArray[np.float32]:
-    """GRPO advantages, float32 [n]: each reward less its group's mean, over the group's standard deviation.
-
-    Source: Shao et al. 2024, DeepSeekMath, section 4.1.
-    """
-    grouped = rewards.reshape(-1, group).astype(np.float64)
-    centred = grouped - grouped.mean(1, keepdims=True)
-    return (centred / (grouped.std(1, keepdims=True) + 1e-6)).reshape(-1).astype(np.float32)

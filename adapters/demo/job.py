@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small on-policy RL job over the two runtimes: sample, reward, score, update, sync; every step watched and fenced."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from isoexec.adapters.demo.processes import Remote, call_all
+from isoexec.adapters.demo.report import StepRecord
+from isoexec.adapters.demo.task import Task
+from isoexec.contracts import wire
+from isoexec.probes.client import Client, ProbeSettings
+
+__all__ = ["Halted", "Job", "Layout"]
+
+_ENGINE_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+class Halted(Exception):  # noqa: N818 - it is how a job ends, not a failure of ours
+    """The guard stopped the job at ``step``; the text is the marker's."""
+
+    def __init__(self, step: int, text: str) -> None:
+        self.step = step
+        self.text = text
+        super().__init__(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the job's two runtimes are laid out; ``engine`` holds further vLLM arguments."""
+
+    engine_tp: int = 1
+    trainer_tp: int = 1
+    trainer_pp: int = 1
+    trainer_cp: int = 1
+    sequence_parallel: bool = False
+    dtype: str = "bfloat16"
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        trainer = f"TP{self.trainer_tp}" + ("+SP" if self.sequence_parallel else "")
+        trainer += f"+PP{self.trainer_pp}" if self.trainer_pp > 1 else ""
+        return f"TP{self.engine_tp} x {trainer}"
+
+
+class Job:
+    """Starts the engine and the trainer's ranks, and steps them; a context manager that ends their processes."""
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        layout: Layout,
+        model: Path,
+        work: Path,
+        state_dir: Path,
+        contract: Path | None,
+        engine_contract: Path | None = None,
+        regime: str,
+        policy: str = "fail_open",
+        task: Task | None = None,
+        lr: float = 2e-3,
+    ) -> None:
+        self.run = run
+        self.layout = layout
+        self.task = task or Task()
+        self.version = 0
+        self.train_starts: list[float] = []
+        self._work = work / run
+        self._work.mkdir(parents=True, exist_ok=True)
+        self._weights = self._work / "weights"
+        self._settings = ProbeSettings(run=run, state_dir=state_dir, regime=regime, policy=policy)
+        self._env = {
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            "ISOEXEC_RUN": run,
+            "ISOEXEC_STATE_DIR": str(state_dir),
+            "ISOEXEC_REGIME": regime,
+            "ISOEXEC_ON_DAEMON_LOSS": policy,
+        }
+        self._model = model
+        self._contract = contract
+        self._engine_contract = engine_contract or contract
+        self._lr = lr
+        self.engine: Remote
+        self.trainers: list[Remote] = []
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        layout = self.layout
+        env = dict(self._env)
+        if self._contract is not None:
+            env["ISOEXEC_CONTRACT"] = str(self._contract)
+        store = self._work / "store"
+        store.unlink(missing_ok=True)
+        for rank in range(layout.trainer_tp * layout.trainer_pp * layout.trainer_cp):
+            self.trainers.append(
+                Remote(
+                    f"trainer{rank}",
+                    "isoexec.adapters.demo.trainer:TrainerHost",
+                    env=env,
+                    log=self._work / f"trainer{rank}.log",
+                    arguments={
+                        "rank": rank,
+                        "tp": layout.trainer_tp,
+                        "pp": layout.trainer_pp,
+                        "cp": layout.trainer_cp,
+                        "sequence_parallel": layout.sequence_parallel,
+                        "model": str(self._model),
+                        "contract": str(self._contract) if self._contract else None,
+                        "dtype": layout.dtype,
+                        "store": str(store),
+                        "checkpoint": str(self._work / "checkpoint"),
+                        "lr": self._lr,
+                    },
+                )
+            )
+        engine_env = {**env, **_ENGINE_ENV}
+        if self._engine_contract is not None:
+            engine_env["ISOEXEC_CONTRACT"] = str(self._engine_contract)
+        if layout.engine_tp == 1:
+            engine_env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        else:
+            cores = sorted(os.sched_getaffinity(0))
+            engine_env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
+                str(cores[i % len(cores)]) for i in range(layout.engine_tp)
+            )
+        low, high = self.task.prompt_lengths
+        self.engine = Remote(
+            "engine",
+            "isoexec.adapters.demo.engine:EngineHost",
+            env=engine_env,
+            log=self._work / "engine.log",
+            arguments={
+                "model": str(self._model),
+                "contract": str(self._engine_contract) if self._engine_contract else None,
+                "tp": layout.engine_tp,
+                "dtype": layout.dtype,
+                "max_length": high + self.task.response + 16,
+                "batch": self.task.batch,
+                **layout.engine,
+            },
+        )
+        for remote in self.trainers:
+            remote.wait_ready()
+        self.engine.wait_ready()
+        self._client = Client(self._settings, "driver")
+        self._client.connect()
+        self.sync(step=0)
+
+    def step(
+        self,
+        step: int,
+        *,
+        watched: bool = True,
+        temperature: float = 1.0,
+        before_sync: Callable[[], object] | None = None,
+        load: bool = True,
+        rescore: int = 8,
+    ) -> StepRecord:
+        """One step of GRPO.  Raises `Halted` at one of its two boundaries: before the rollout, and before the update.
+
+        ``before_sync`` is called between the update and the weight sync; ``load=False`` is the sync that does not happen.
+        """
+        start = time.perf_counter()
+        self._boundary(step)
+        prompts = self.task.batch_prompts(step)
+        rollout = self.engine.call(
+            "generate",
+            prompts,
+            step=step,
+            version=self.version,
+            length=self.task.response,
+            temperature=temperature,
+            watched=watched,
+            rescore=rescore if watched else 0,
+        )
+        responses = rollout["responses"]
+        rewards = self.task.rewards(responses)
+        tokens, prompt_lengths, lengths = pad(prompts, responses)
+        scored = call_all(
+            self.trainers,
+            "score",
+            tokens,
+            prompt_lengths,
+            lengths,
+            step=step,
+            version=self.version,
+            watched=watched,
+        )
+        self._boundary(step)
+        trained = call_all(
+            self.trainers,
+            "train",
+            rewards,
+            self.task.group,
+            step=step,
+            version=self.version,
+            watched=watched,
+        )
+        self.train_starts.append(min(t["began"] for t in trained))
+        if before_sync is not None:
+            before_sync()
+        synced = self.sync(step=step, watched=watched, load=load)
+        seconds = {
+            "generation": rollout["seconds"]["generation"],
+            "score": max(s["score"] for s in scored),
+            "train": max(t["train"] for t in trained),
+            "sync": synced["sync"],
+            "rescore": rollout["seconds"]["rescore"],
+            "probe": rollout["seconds"]["probe"]
+            + max(s["probe"] for s in scored)
+            + max(t["probe"] for t in trained)
+            + synced["probe"],
+            "step": time.perf_counter() - start,
+        }
+        record = StepRecord(
+            step=step,
+            watched=watched,
+            reward=float(rewards.mean()),
+            loss=trained[0]["loss"],
+            grad_norm=trained[0]["grad_norm"],
+            seconds=seconds,
+        )
+        if watched:
+            self._client.send(
+                wire.Step,
+                step=step,
+                weight_version=self.version,
+                seconds=seconds,
+                values={"reward": record.reward, "loss": record.loss, "grad_norm": record.grad_norm},
+            )
+        return record
+
+    def sync(self, *, step: int, watched: bool = True, load: bool = True) -> dict[str, float]:
+        """Publish the trainer's weights as the next version and load them into the engine; seconds of it and of the probes."""
+        version = self.version + 1
+        start = time.perf_counter()
+        published = call_all(
+            self.trainers, "publish", str(self._weights), version=version, step=step, watched=watched
+        )
+        if load:
+            probe = self.engine.call(
+                "sync",
+                str(self._weights / "model.safetensors"),
+                version=version,
+                step=step,
+                watched=watched,
+            )
+        else:
+            probe = self.engine.call("attest", version=version, step=step)
+        self.version = version
+        probes = probe + max(p["probe"] for p in published)
+        return {"sync": time.perf_counter() - start - probes, "probe": probes}
+
+    def _boundary(self, step: int) -> None:
+        said = [text for text in call_all(self.trainers, "boundary", step) if text is not None]
+        if said:
+            raise Halted(step, said[0])
+
+    def checkpoints(self) -> list[Path]:
+        """The checkpoint files that lie there."""
+        return sorted(p for p in (self._work / "checkpoint").rglob("*") if p.is_file())
+
+    def close(self) -> None:
+        """End every process of the job."""
+        if hasattr(self, "_client"):
+            self._client.close()
+        for remote in [*self.trainers, *([self.engine] if hasattr(self, "engine") else [])]:
+            remote.close()
+
+
+def pad(
+    prompts: list[list[int]], responses: list[list[int]]
+) -> tuple[np.ndarray[Any, np.dtype[np.int64]], list[int], list[int]]:
+    """Right-padded token ids [n, L] int64, prompt lengths and whole lengths."""
+    rows = [p + r for p, r in zip(prompts, responses, strict=True)]
+    tokens = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return tokens, [len(p) for p in prompts], [len(r) for r in rows]
