@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds a GPTModel from a Hugging Face Qwen3 folder, native or under a contract, on the process groups Megatron already has."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from isoexec.adapters.megatron.adapter import MegatronAdapter
+from isoexec.adapters.megatron.spec import rewrite_spec
+from isoexec.adapters.megatron.weights import WeightError, load_hf
+from isoexec.contracts.schema import Contract
+
+__all__ = ["SequenceParallelRMSNorm", "build", "read_hf_config", "stock_spec", "transformer_config"]
+
+
+class SequenceParallelRMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm, marked so that Megatron sums its gradient over sequence-parallel ranks; its own wrapper refuses those."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.config = config
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+def read_hf_config(folder: Path | str) -> dict[str, Any]:
+    """The folder's config.json; WeightError when it is not a Qwen3 this module can build."""
+    hf: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    for wanted, found in (
+        ("model_type qwen3", hf.get("model_type") == "qwen3"),
+        ("attention_bias false", not hf.get("attention_bias")),
+        ("hidden_act silu", hf.get("hidden_act", "silu") == "silu"),
+        ("no sliding window", not hf.get("use_sliding_window")),
+        ("an unscaled rotary table", rope.get("rope_type", "default") == "default"),
+    ):
+        if not found:
+            raise WeightError(f"{folder}/config.json: wanted {wanted}; this adapter builds dense Qwen3")
+    return hf
+
+
+def rotary_base(hf: dict[str, Any]) -> float:
+    """``rope_theta``, from either place Hugging Face has kept it."""
+    return float((hf.get("rope_parameters") or {}).get("rope_theta", hf.get("rope_theta", 10000.0)))
+
+
+def transformer_config(
+    hf: dict[str, Any],
+    *,
+    dtype: torch.dtype,
+    groups: ProcessGroupCollection,
+    sequence_parallel: bool = False,
+    recompute: bool = False,
+    **more: Any,
+) -> TransformerConfig:
+    """Megatron's configuration of a Qwen3: no dropout, no bias, no fusion; ``recompute`` recomputes every layer in backward."""
+    layers, pp = hf["num_hidden_layers"], groups.pp.size()
+    if recompute:
+        more = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} | more
+    if layers % pp:
+        # the first stage takes what does not divide
+        more = {"num_layers_in_first_pipeline_stage": layers - (pp - 1) * (layers // pp)} | more
+    return TransformerConfig(
+        num_layers=layers,
+        hidden_size=hf["hidden_size"],
+        num_attention_heads=hf["num_attention_heads"],
+        num_query_groups=hf["num_key_value_heads"],
+        kv_channels=hf["head_dim"],
+        ffn_hidden_size=hf["intermediate_size"],
+        layernorm_epsilon=hf["rms_norm_eps"],
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        qk_layernorm=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        pipeline_dtype=dtype,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        tensor_model_parallel_size=groups.tp.size(),
+        pipeline_model_parallel_size=pp,
+        sequence_parallel=sequence_parallel,
+        **more,
+    )
+
+
+def stock_spec(config: TransformerConfig, groups: ProcessGroupCollection) -> TransformerBlockSubmodules:
+    """Megatron's own local spec of this stage's layers, with norms that sequence parallelism can use."""
+    layer = get_gpt_layer_local_submodules(qk_layernorm=True, normalization="RMSNorm")
+    norm = SequenceParallelRMSNorm
+    heads = dataclasses.replace(layer.self_attention.submodules, q_layernorm=norm, k_layernorm=norm)
+    layer = dataclasses.replace(
+        layer,
+        input_layernorm=norm,
+        pre_mlp_layernorm=norm,
+        self_attention=dataclasses.replace(layer.self_attention, submodules=heads),
+    )
+    count = get_num_layers_to_build(config, None, groups.pp.rank())
+    return TransformerBlockSubmodules(
+        layer_specs=[ModuleSpec(module=TransformerLayer, submodules=layer) for _ in range(count)], layer_norm=norm
+    )
+
+
+def build(
+    folder: Path | str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    contract: Contract | None = None,
+    sequence_parallel: bool = False,
+    recompute: bool = False,
+    load: bool = True,
+    **config: Any,
+) -> GPTModel:
+    """This rank's GPTModel of a Hugging Face Qwen3 folder, with its weights, native or with ``contract`` installed.
+
+    Tensor- and pipeline-parallel degrees are those ``parallel_state`` was initialised with.  ``model.isoexec_adapter`` is the
+    installed adapter, or None.  Under a contract an unproven topology, dtype or model raises before anything can be scored.
+    ``load=False`` leaves the weights uninitialised, for a checkpoint that follows.
+    """
+    hf = read_hf_config(folder)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    settings = transformer_config(
+        hf, dtype=dtype, groups=groups, sequence_parallel=sequence_parallel, recompute=recompute, **config
+    )
+    spec = stock_spec(settings, groups)
+    plan = None
+    if contract is not None:
+        plan = MegatronAdapter(groups=groups, config=settings).plan(contract)
+        spec = rewrite_spec(spec, plan)
+    make = functools.partial(
+        GPTModel,
+        config=settings,
+        transformer_layer_spec=spec,
+        vocab_size=hf["vocab_size"],
+        max_sequence_length=hf["max_position_embeddings"],
+        pre_process=groups.pp.rank() == 0,
+        post_process=groups.pp.rank() == groups.pp.size() - 1,
+        rotary_base=int(rotary_base(hf)),
+        parallel_output=True,
+        share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings")),
+        pg_collection=groups,
+    )
+    model = make(position_embedding_type="none" if plan is not None and plan.installs("rope") else "rope")
+    model = model.to(dtype)
+    model.hf_config_path = str(Path(folder) / "config.json")
+    model.isoexec_adapter = None
+    if plan is not None:
+        MegatronAdapter(model).install(plan)
+    if load:
+        load_hf(model, folder)
+    return model

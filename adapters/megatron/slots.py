@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where each region's modules sit in a live GPTModel, and what in its configuration the contract does not cover."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed import ProcessGroup
+
+from isoexec.adapters.megatron.attention import ContractCoreAttention
+from isoexec.adapters.megatron.layers import (
+    ContractColumnParallelLinear,
+    Contracted,
+    ContractEmbedding,
+    ContractHead,
+    ContractMLP,
+    ContractQKNorm,
+    ContractRMSNorm,
+    ContractRowParallelLinear,
+)
+
+__all__ = ["Slot", "facts_of", "slots", "topology_of", "uncovered"]
+
+PER_LAYER = (
+    ("norm", "input_layernorm", ContractRMSNorm),
+    ("column_linear", "self_attention.linear_qkv", ContractColumnParallelLinear),
+    ("qk_norm", "self_attention.q_layernorm", ContractQKNorm),
+    ("qk_norm", "self_attention.k_layernorm", ContractQKNorm),
+    ("attention", "self_attention.core_attention", ContractCoreAttention),
+    ("row_linear", "self_attention.linear_proj", ContractRowParallelLinear),
+    ("norm", "pre_mlp_layernorm", ContractRMSNorm),
+    ("silu_mul", "mlp", ContractMLP),
+    ("column_linear", "mlp.linear_fc1", ContractColumnParallelLinear),
+    ("row_linear", "mlp.linear_fc2", ContractRowParallelLinear),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """An attribute of the model that a region's module occupies; ``wanted`` is the contract's class for it."""
+
+    region: str
+    path: str
+    owner: Any
+    name: str
+    wanted: type[Contracted]
+    group: ProcessGroup
+
+    @property
+    def module(self) -> Any:
+        return getattr(self.owner, self.name)
+
+
+def slots(model: Any) -> Iterator[Slot]:
+    """Every slot of this pipeline stage; ``model`` is the GPTModel itself. The core attention slot also serves ``rope``."""
+    group = model.pg_collection.tp
+    if model.pre_process:
+        yield _slot("embedding", "embedding.word_embeddings", model, ContractEmbedding, group)
+    for index, layer in enumerate(model.decoder.layers):
+        for region, path, wanted in PER_LAYER:
+            yield _slot(region, path, layer, wanted, layer.tp_group, prefix=f"decoder.layers.{index}.")
+    if model.post_process:
+        yield _slot("norm", "decoder.final_layernorm", model, ContractRMSNorm, group)
+        yield _slot("lm_head", "output_layer", model, ContractHead, group)
+
+
+def _slot(
+    region: str, path: str, root: Any, wanted: type[Contracted], group: ProcessGroup, prefix: str = ""
+) -> Slot:
+    at, _, name = path.rpartition(".")
+    owner = root.get_submodule(at) if at else root
+    return Slot(region=region, path=prefix + path, owner=owner, name=name, wanted=wanted, group=group)
+
+
+def topology_of(groups: Any, sequence_parallel: bool) -> dict[str, int]:
+    """Axis -> live degree, from process groups; SP is 1 when off and the tensor-parallel degree when on."""
+
+    def size(name: str) -> int:
+        group = getattr(groups, name, None)
+        return group.size() if group is not None else 1
+
+    tp = size("tp")
+    return {
+        "TP": tp,
+        "SP": tp if sequence_parallel else 1,
+        "PP": size("pp"),
+        "CP": size("cp"),
+        "EP": size("ep"),
+        "ETP": size("expt_tp"),
+        "DP": size("dp"),
+    }
+
+
+# configuration of the dense model the regions cover: attribute -> values admitted
+_ADMITTED: dict[str, tuple[Any, ...]] = {
+    "normalization": ("RMSNorm",),
+    "gated_linear_unit": (True,),
+    "activation_func": (F.silu,),
+    "add_bias_linear": (False,),
+    "add_qkv_bias": (False,),
+    "hidden_dropout": (0.0,),
+    "attention_dropout": (0.0,),
+    "layernorm_zero_centered_gamma": (False,),
+    "fp32_residual_connection": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "multi_latent_attention": (False,),
+    "num_moe_experts": (None,),
+    "mtp_num_layers": (None, 0),
+    "use_mup": (False,),
+    "fp8": (None,),
+    "fp4": (None,),
+    "fp16": (False,),
+    "apply_query_key_layer_scaling": (False,),
+    "attention_output_gate": (False,),
+    "rotary_interleaved": (False,),
+    "fused_single_qkv_rope": (False,),
+    "no_rope_freq": (None,),
+    "softmax_type": ("vanilla",),
+    "window_size": (None,),
+    "activation_func_clamp_value": (None,),
+    "glu_linear_offset": (0.0,),
+    "gradient_accumulation_fusion": (False,),
+    "defer_embedding_wgrad_compute": (False,),
+    "delay_wgrad_compute": (False,),
+    "cpu_offloading": (False,),
+    "virtual_pipeline_model_parallel_size": (None,),
+    "batch_invariant_mode": (False,),
+}
+
+
+def uncovered(model: Any) -> list[str]:
+    """What in the model's configuration no region covers, one line each; empty for a model the contract can hold."""
+    config = model.config
+    lines = [
+        f"{name}={getattr(config, name)!r}, the contract covers {' or '.join(map(repr, admitted))}"
+        for name, admitted in _ADMITTED.items()
+        if hasattr(config, name) and getattr(config, name) not in admitted
+    ]
+    if config.params_dtype not in (torch.bfloat16, torch.float32):
+        lines.append(f"params_dtype={config.params_dtype}, the contract covers bfloat16 and float32")
+    if model.position_embedding_type not in ("rope", "none"):
+        lines.append(f"position_embedding_type={model.position_embedding_type!r}, the contract covers 'rope' and 'none'")
+    if getattr(model, "rotary_percent", 1.0) != 1.0:
+        lines.append(f"rotary_percent={model.rotary_percent}, the contract covers 1.0")
+    if getattr(model, "rotary_scaling", False):
+        lines.append("rope_scaling=True, the contract covers unscaled tables")
+    rotary = getattr(model, "rotary_pos_emb", None)
+    if rotary is not None and getattr(rotary, "seq_len_interpolation_factor", None) is not None:
+        lines.append("seq_len_interpolation_factor, the contract covers unscaled tables")
+    if config.num_query_groups < model.pg_collection.tp.size():
+        lines.append(f"num_query_groups={config.num_query_groups} under TP={model.pg_collection.tp.size()}")
+    if model.share_embeddings_and_output_weights and model.pg_collection.pp.size() > 1:
+        lines.append("a tied head with PP > 1: the two stages add their gradients in another order than one stage does")
+    return lines
+
+
+def facts_of(model: Any) -> dict[str, int | str | bool]:
+    """The shape facts a contract may constrain, by the contract's names; widths in elements."""
+    c = model.config
+    return {
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.ffn_hidden_size,
+        "layers": c.num_layers,
+        "heads": c.num_attention_heads,
+        "kv_heads": c.num_query_groups,
+        "head_dim": c.kv_channels,
+        "q_width": c.num_attention_heads * c.kv_channels,
+        "kv_width": c.num_query_groups * c.kv_channels,
+        "qkv_width": (c.num_attention_heads + 2 * c.num_query_groups) * c.kv_channels,
+        "vocab_size": model.vocab_size,
+        "tied_head": model.share_embeddings_and_output_weights,
+    }

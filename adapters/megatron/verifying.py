@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks at what a region really runs: the objects in the live model, their methods, and the bits of a canary through one of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isoexec.adapters.base import Binding, RegionReport
+from isoexec.adapters.megatron import clipping, layers
+from isoexec.adapters.megatron.attention import ContractCoreAttention
+from isoexec.adapters.megatron.layers import (
+    ContractColumnParallelLinear,
+    Contracted,
+    ContractEmbedding,
+    ContractHead,
+    ContractMLP,
+    ContractQKNorm,
+    ContractRMSNorm,
+    ContractRowParallelLinear,
+)
+from isoexec.adapters.megatron.logprobs import TokenLogprobs
+from isoexec.adapters.megatron.slots import slots
+from isoexec.kernels import registry
+
+__all__ = ["bound_objects", "name_of", "region_report"]
+
+_METHODS = ("forward", "__call__", "compute", "compute_rope")
+_OURS: dict[type, dict[str, Any]] = {
+    cls: {m: inspect.getattr_static(cls, m) for m in _METHODS if hasattr(cls, m)}
+    for cls in (
+        ContractColumnParallelLinear,
+        ContractHead,
+        ContractRowParallelLinear,
+        ContractEmbedding,
+        ContractRMSNorm,
+        ContractQKNorm,
+        ContractMLP,
+        ContractCoreAttention,
+        TokenLogprobs,
+    )
+}
+"""The methods as this package defined them, taken at import: what a later assignment to a class is compared with."""
+_RESIDUAL = layers.contract_residual_add
+
+
+def name_of(obj: Any) -> str:
+    """Module and name of an object's class, or of a function."""
+    named = obj if inspect.isfunction(obj) else type(obj)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def bound_objects(model: Any, region: str) -> Iterator[tuple[str, Any, type]]:
+    """(path, object, class wanted) of everything that serves a region on this pipeline stage."""
+    at = "attention" if region == "rope" else region
+    for slot in slots(model):
+        if slot.region == at:
+            yield slot.path, slot.module, slot.wanted
+    if region == "logprobs" and model.post_process:
+        yield "token_logprobs", getattr(model, "token_logprobs", None), TokenLogprobs
+
+
+def _problem(path: str, obj: Any, wanted: type, binding: Binding) -> str | None:
+    if type(obj) is not wanted:
+        return f"{path} is {name_of(obj)}, not {wanted.__name__}"
+    for name, method in _OURS[wanted].items():
+        if name in vars(obj):
+            return f"{path}.{name} was set on the object"
+        if inspect.getattr_static(wanted, name) is not method:
+            return f"{wanted.__name__}.{name} was replaced"
+    held = obj.rope_binding if binding.region == "rope" else obj.binding
+    if held != binding:
+        return f"{path} is bound to {held}"
+    return None
+
+
+def _model_problem(model: Any, region: str) -> str | None:
+    """What a region needs besides its modules."""
+    if region == "norm":
+        for index, layer in enumerate(model.decoder.layers):
+            for name in ("self_attn_bda", "mlp_bda"):
+                found = getattr(layer, name)
+                if found is not _RESIDUAL or layers.contract_residual_add is not _RESIDUAL:
+                    return f"decoder.layers.{index}.{name} is {name_of(found)}, not the contract's residual add"
+    if region == "rope":
+        if model.position_embedding_type != "none":
+            return f"position_embedding_type is {model.position_embedding_type!r}: Megatron rotates as well"
+        for layer in model.decoder.layers:
+            base = layer.self_attention.core_attention.rope_base
+            if base != float(model.rotary_base):
+                return f"rotary base {base}, the model's is {model.rotary_base}"
+    return None
+
+
+def region_report(model: Any, binding: Binding, optimizer: Any, problem: str | None) -> RegionReport:
+    """The state of one region; ``problem`` is one already known.  A region only observed is described, not judged."""
+    if binding.region == "grad_norm":
+        return _grad_norm_report(binding, optimizer, problem)
+    objects = list(bound_objects(model, binding.region))
+    installs = binding.enforcement.installs
+    if installs and problem is None:
+        found = (_problem(path, obj, wanted, binding) for path, obj, wanted in objects)
+        problem = next((p for p in found if p is not None), None) or _model_problem(model, binding.region)
+    if objects:
+        subject = objects[0][1]
+        text = f"{name_of(subject)} x{len(objects)}"
+    else:
+        # an embedding or a head on another pipeline stage: this process attests the class it would bind
+        subject = _elsewhere(binding)
+        text = f"none on pipeline stage {model.pg_collection.pp.rank()}"
+    judged = installs and isinstance(subject, (Contracted, TokenLogprobs))
+    dtype = model.config.params_dtype
+    canary = None
+    if judged and problem is None:
+        canary = registry.canary_digest(_call(binding.region, subject), binding.function, binding.constants, dtype=dtype)
+    return RegionReport(
+        region=binding.region,
+        object=text,
+        provider=binding.provider,
+        source=registry.source_digest(binding.function),
+        canary=canary,
+        expected_canary=_expected(binding.function, tuple(sorted(binding.constants.items())), dtype),
+        enforcement=binding.enforcement,
+        problem=problem,
+    )
+
+
+@cache
+def _expected(function: str, constants: tuple[tuple[str, Any], ...], dtype: torch.dtype) -> str:
+    return registry.expected_digest(function, dict(constants), dtype=dtype)
+
+
+def _elsewhere(binding: Binding) -> Any:
+    """An object of a region's class with its binding and nothing else."""
+    if binding.region == "logprobs":
+        return TokenLogprobs(binding, None)
+    wanted = {"embedding": ContractEmbedding, "lm_head": ContractHead}.get(binding.region)
+    if wanted is None:
+        return None
+    subject = wanted.__new__(wanted)
+    vars(subject).update(binding=binding, sequence_parallel=False, reduce_scatter_embeddings=False)
+    return subject
+
+
+def _call(region: str, o: Any) -> Callable[..., Tensor]:
+    """The bound object's own path to its kernel, without a process group, taking the registry's canary by name."""
+    match region:
+        case "embedding":
+            return lambda ids, w: o.compute(ids.unsqueeze(1), w, None)
+        case "norm" | "qk_norm":
+            return lambda x, w, eps: o.compute(x.unsqueeze(1), w, eps, None)
+        case "rope":
+            return lambda x, positions, base: o.compute_rope(x, positions, base)
+        case "attention" | "silu_mul":
+            return lambda **tensors: o.compute(**tensors)
+        case "logprobs":
+            return lambda logits, target: o.compute(logits, target, None)
+        case _:
+            return lambda x, w: o.compute(x.unsqueeze(1), w, None)
+
+
+def _grad_norm_report(binding: Binding, optimizer: Any, problem: str | None) -> RegionReport:
+    installs = binding.enforcement.installs
+    if problem is None and installs and not clipping.norm_is_exact(optimizer):
+        problem = "an optimizer's norm is not the exact sum of squares"
+    canary = None
+    if installs and problem is None:
+        # by the name the bound methods look up, so that a replaced one is seen
+        canary = registry.canary_digest(lambda tensors: clipping.exact_sq_sum(tensors), binding.function, binding.constants)
+    return RegionReport(
+        region=binding.region,
+        object=" + ".join(name_of(part) for part in clipping.leaves(optimizer)),
+        provider=binding.provider,
+        source=registry.source_digest(binding.function),
+        canary=canary,
+        expected_canary=_expected(binding.function, tuple(sorted(binding.constants.items())), torch.float32),
+        enforcement=binding.enforcement,
+        problem=problem,
+    )

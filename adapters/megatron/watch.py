@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training loop adds to be watched: ``Watch(model, client)`` once a rank, then ``record``, ``synced`` and ``boundary``.
+
+::
+
+    watch = Watch(model, client)                           # this rank proves what it binds, or this raises
+    for step in range(steps):
+        watch.boundary(step, checkpoint=save)              # raises HaltedError on every rank when the run is halted
+        logprobs = score(model, tokens)
+        watch.record("trainer_score", tokens, logprobs, prompt_lengths, lengths, step=step, weight_version=version)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from isoexec.adapters.base import Report
+from isoexec.adapters.megatron.slots import topology_of
+from isoexec.adapters.megatron.weights import pieces, unwrap, weight_partials
+from isoexec.contracts import wire
+from isoexec.probes.attest import send_attestation
+from isoexec.probes.client import Client
+from isoexec.probes.guard import Guard
+from isoexec.probes.logprobs import LogprobTap, from_padded
+from isoexec.probes.weights import is_zero
+
+__all__ = ["Watch"]
+
+
+class Watch:
+    """One rank of the trainer as the daemon sees it; every rank makes one, with a connected client of its own.
+
+    The logprobs are sent by the first rank of the last pipeline stage, whose bits are every rank's.  ``one_in`` records every
+    n-th sequence, the same ones as the engine.
+    """
+
+    def __init__(self, model: Any, client: Client, *, one_in: int = 1, weight_version: int = 0) -> None:
+        self._model = unwrap(model)
+        self._client = client
+        self._tap = LogprobTap(client, one_in=one_in)
+        self._guard = Guard(client.settings)
+        self.attest("start", step=0, weight_version=weight_version)
+
+    def boundary(self, step: int, *, checkpoint: Callable[[], object] | None = None) -> None:
+        """The step boundary, on every rank: go on, or HaltedError on all ranks at this step, after ``checkpoint``."""
+        self._guard.check(step, group=dist.group.WORLD, checkpoint=checkpoint)
+
+    def record(
+        self,
+        case: str,
+        tokens: Tensor,
+        logprobs: Tensor,
+        prompt_lengths: Sequence[int],
+        lengths: Sequence[int],
+        *,
+        step: int,
+        weight_version: int,
+    ) -> int:
+        """Send token logprobs of right-padded rows: ``tokens`` int [n, L], ``logprobs`` fp32 [n, L] aligned with them.
+
+        Returns how many tokens were sent; 0 on the ranks that leave it to another.
+        """
+        groups = self._model.pg_collection
+        if groups.tp.rank() != 0 or groups.pp.rank() != groups.pp.size() - 1 or groups.dp.rank() != 0:
+            return 0
+        rows = from_padded(
+            tokens.detach().cpu().numpy(), logprobs.detach().float().cpu().numpy(), prompt_lengths, lengths
+        )
+        return self._tap.record(case, rows, step=step, weight_version=weight_version)
+
+    def attest(self, reason: str, *, step: int, weight_version: int) -> Report | None:
+        """Report what this rank really binds and its live degrees; None where no contract is installed.
+
+        ``reason`` is start, sync or periodic.
+        """
+        adapter = getattr(self._model, "isoexec_adapter", None)
+        report = adapter.verify()[0] if adapter is not None else None
+        topology = (
+            report.topology
+            if report is not None
+            else topology_of(self._model.pg_collection, bool(self._model.config.sequence_parallel))
+        )
+        send_attestation(
+            self._client,
+            reason=reason,
+            step=step,
+            weight_version=weight_version,
+            topology=topology,
+            regions={r.region: r.to_dict() for r in report.regions} if report is not None else {},
+        )
+        return report
+
+    def synced(self, weight_version: int, *, step: int) -> None:
+        """After a weight sync: send the digests of this rank's live shards as ``weight_version``, and attest."""
+        tensors, numel, total = weight_partials(self._model)
+        message = wire.Weights(
+            run=self._client.settings.run,
+            role=self._client.role,
+            source=self._client.source,
+            weight_version=weight_version,
+            step=step,
+            tensors=tensors,
+            numel=numel,
+            total=total,
+            zero=tuple(p.name for p in pieces(self._model) if p.owner and is_zero(p.read())),
+        )
+        for part in wire.split_weights(message):
+            self._client.send(
+                wire.Weights,
+                weight_version=part.weight_version,
+                step=part.step,
+                tensors=part.tensors,
+                numel=part.numel,
+                total=part.total,
+                zero=part.zero,
+                unknown=part.unknown,
+            )
+        self.attest("sync", step=step, weight_version=weight_version)
