@@ -36,6 +36,8 @@ class Config:
     log: str = "console"
     settle_seconds: float = 2.0
     """How long a window waits for tokens that have no partner yet, once both sides have reported the step."""
+    quiet_seconds: float = 0.2
+    """How long nothing may have come for a step before it is judged complete."""
     window_seconds: float = 120.0
     """How long a finished step waits for a side that has said nothing before silence is judged."""
     silence_seconds: Mapping[str, float] = field(
@@ -101,6 +103,7 @@ class Config:
         bounds: dict[str, tuple[float, float]] = {
             "http_port": (0, 65535),
             "settle_seconds": (0, 3600),
+            "quiet_seconds": (0, 3600),
             "window_seconds": (0.01, 86400),
             "attestation_seconds": (0.01, 86400),
             "pending_seconds": (0.01, 86400),

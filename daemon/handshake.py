@@ -114,10 +114,9 @@ def _name(contract: Mapping[str, Any] | None) -> str | None:
 
 def _fields(found: list[tuple[str, Any, Any]], reference: Hello, hello: Hello) -> tuple[FieldDifference, ...]:
     rows: list[FieldDifference] = []
+    # where both are of one role, the place says whose value stands where
+    place = f" ({hello.source} / {reference.source})" if hello.role == reference.role else ""
     for path, theirs, ours in found:
-        if hello.role == reference.role:
-            # both are of one role: the place says whose value stands where
-            path = f"{path} ({hello.source} / {reference.source})"
         engine, trainer = (theirs, ours) if hello.role == "engine" else (ours, theirs)
-        rows.append(FieldDifference(path=path, engine=engine, trainer=trainer))
+        rows.append(FieldDifference(path=path + place, engine=engine, trainer=trainer))
     return tuple(rows)

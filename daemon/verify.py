@@ -47,7 +47,7 @@ def verify(contract: Contract, attestations: Sequence[tuple[str, Attestation]]) 
             if entry is None:
                 continue
             if entry.get("enforcement", "install+refuse") in _ENFORCED:
-                found, readable = _region(contract, attestation, name, binding, entry)
+                found, readable = _region(attestation, name, binding, entry)
                 regions += found
                 if not readable:
                     unreadable.add(attestation.role)
@@ -74,7 +74,6 @@ def _bound(contract: Contract, role: str) -> Iterable[tuple[str, RegionBinding]]
 
 
 def _region(
-    contract: Contract,
     attestation: Attestation,
     name: str,
     binding: RegionBinding,
@@ -91,11 +90,9 @@ def _region(
         )
 
     breaks: list[RegionBreak] = []
-    readable = entry.get("ok") is not None
     canary, expected = entry.get("canary"), entry.get("expected_canary")
-    if canary is None:
-        readable = False
-    elif expected is not None and canary != expected:
+    readable = canary is not None and expected is not None
+    if readable and canary != expected:
         breaks.append(broken("canary", expected, canary))
     providers = binding.providers_for(attestation.role)
     admitted = {provider.name for provider in providers}
@@ -105,7 +102,9 @@ def _region(
         breaks.append(broken("object", binding.function, function))
     elif provider is not None and admitted and provider not in admitted:
         breaks.append(broken("object", " or ".join(sorted(admitted)), provider))
-    elif entry.get("ok") is False and not breaks:
+    elif entry.get("problem"):
+        breaks.append(broken("object", binding.function, entry["problem"]))
+    elif readable and not breaks and entry.get("ok") is not True:
         breaks.append(broken("object", binding.function, entry.get("object")))
     sources = {one.source for one in providers if one.source and provider in (None, one.name)}
     sources.discard(_UNPINNED)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stops runs: renews their leases from a thread of its own, writes the marker first, escalates if told to.
+
+The thread renews only while the daemon's main loop shows signs of life: a daemon that hangs loses its leases
+just as one that died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import structlog
+
+from isoexec.contracts.halting import (
+    LEASE_TTL_SECONDS,
+    RENEW_SECONDS,
+    HaltMarker,
+    LeasePage,
+    LeaseState,
+    Policy,
+    StateDirectory,
+)
+from isoexec.daemon.config import Escalation
+
+__all__ = ["LeaseKeeper", "ProcessHandle", "escalate"]
+
+_log = structlog.get_logger("isoexec.daemon")
+
+LOOP_STALL_SECONDS = 10.0
+"""How long the main loop may be busy with one thing before its leases are let go."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Standing:
+    state: LeaseState
+    policy: Policy
+    step: int = -1
+    rule: str = ""
+    cause: str = ""
+
+
+class LeaseKeeper:
+    """Holds one page a run. Methods may be called from any thread."""
+
+    def __init__(self, state: StateDirectory, *, ttl_seconds: float = LEASE_TTL_SECONDS) -> None:
+        self._state = state
+        self._ttl = ttl_seconds
+        self._lock = threading.Lock()
+        self._pages: dict[str, tuple[LeasePage, _Standing]] = {}
+        self._alive_at = time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._renew_all, name="isoexec-lease", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop renewing; the pages run out, and the policy of each run decides."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        with self._lock:
+            for page, _ in self._pages.values():
+                page.close()
+            self._pages.clear()
+
+    def beat(self) -> None:
+        """Say that the main loop lives."""
+        self._alive_at = time.monotonic()
+
+    def set(
+        self, run: str, state: LeaseState, policy: Policy, *, step: int = -1, rule: str = "", cause: str = ""
+    ) -> None:
+        """Say a state of a run, at once."""
+        standing = _Standing(state=state, policy=policy, step=step, rule=rule, cause=cause)
+        with self._lock:
+            held = self._pages.get(run)
+            if held is None:
+                directory = self._state.run(run)
+                directory.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+                page = LeasePage.create(directory.lease)
+            else:
+                page = held[0]
+            self._pages[run] = (page, standing)
+            self._write(page, standing)
+
+    def halt(self, marker: HaltMarker, policy: Policy) -> None:
+        """Write the marker to disk, and only then let the lease say halt."""
+        marker.write(self._state.run(marker.run).path)
+        self.set(marker.run, LeaseState.HALT, policy, step=marker.step, rule=marker.rule, cause=marker.cause)
+
+    def release(self, run: str) -> None:
+        """Stop renewing a run that is over."""
+        with self._lock:
+            held = self._pages.pop(run, None)
+        if held is not None:
+            held[0].close()
+
+    def _write(self, page: LeasePage, standing: _Standing) -> None:
+        page.write(
+            standing.state,
+            policy=standing.policy,
+            ttl_seconds=self._ttl,
+            step=standing.step,
+            rule=standing.rule,
+            cause=standing.cause,
+        )
+
+    def _renew_all(self) -> None:
+        while not self._stop.wait(RENEW_SECONDS):
+            if time.monotonic() - self._alive_at > LOOP_STALL_SECONDS:
+                continue
+            with self._lock:
+                for page, standing in self._pages.values():
+                    self._write(page, standing)
+
+
+class ProcessHandle:
+    """A process of the job, held by a descriptor, so that a reused process id is never signalled."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._descriptor = os.pidfd_open(pid)
+
+    @classmethod
+    def open(cls, pid: int) -> ProcessHandle | None:
+        """Give a handle, or None where the process is gone or not of this host."""
+        if pid <= 1 or pid == os.getpid():
+            return None
+        try:
+            return cls(pid)
+        except OSError:
+            return None
+
+    def alive(self) -> bool:
+        # signal 0 reaches a zombie too; a finished process makes its descriptor readable
+        import select
+
+        return not select.select([self._descriptor], [], [], 0)[0]
+
+    def send(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, number)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+async def escalate(
+    processes: Callable[[], Iterable[ProcessHandle]],
+    settings: Escalation,
+    record: Callable[[str, list[int]], None],
+    *,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> None:
+    """Wait for the job to stop by itself, then SIGTERM, then SIGKILL what still lives; `record` each stage."""
+    stages = (
+        ("terminate", settings.cooperative_seconds, signal.SIGTERM),
+        ("kill", settings.terminate_seconds, signal.SIGKILL),
+    )
+    for name, patience, number in stages:
+        deadline = time.monotonic() + patience
+        while any(process.alive() for process in processes()):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            await sleep(min(left, 0.1))
+        living = [process for process in processes() if process.alive()]
+        if not living:
+            record("stopped", [])
+            return
+        record(name, [process.pid for process in living])
+        for process in living:
+            process.send(number)
+    _log.warning("sent SIGKILL to what did not stop")

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run: its processes, what they attest, its open steps; makes the window of a step from all of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from isoexec.contracts.halting import Policy
+from isoexec.contracts.schema import Contract
+from isoexec.contracts.window import FieldDifference, Silence, Window
+from isoexec.contracts.wire import Attestation, Hello, Logprobs, Message, Probe, Step, Weights
+from isoexec.daemon.config import Config
+from isoexec.daemon.halt import ProcessHandle
+from isoexec.daemon.handshake import Agreement, agree
+from isoexec.daemon.judge import Judge
+from isoexec.daemon.verify import Findings, verify
+from isoexec.daemon.weights import WeightLedger
+from isoexec.daemon.window import StepBuilder, StepState
+
+__all__ = ["Process", "Run"]
+
+_SIDES = ("engine", "trainer")
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """One source. Times are monotonic seconds; `handle` is the process by the socket's own word, on this host."""
+
+    hello: Hello
+    since: float
+    agreement: Agreement
+    handle: ProcessHandle | None = None
+    connected: bool = True
+    ended: bool = False
+    seen: float = 0.0
+    attestation: Attestation | None = None
+    attested: float = 0.0
+    first_seq: int = 0
+    last_seq: int = 0
+    received: int = 0
+    probe: Probe | None = None
+
+    @property
+    def source(self) -> str:
+        return self.hello.source
+
+    @property
+    def role(self) -> str:
+        return self.hello.role
+
+    @property
+    def lost(self) -> int:
+        """Messages that never came: gaps in the numbering, or what the probe says it dropped, if more."""
+        gaps = self.last_seq - self.first_seq + 1 - self.received
+        return max(gaps, self.probe.dropped if self.probe else 0, 0)
+
+    def count(self, message: Message) -> None:
+        if self.received == 0:
+            self.first_seq = self.last_seq = message.seq
+        # a probe that reconnects greets with a number ahead of what it has queued
+        self.first_seq = min(self.first_seq, message.seq)
+        self.last_seq = max(self.last_seq, message.seq)
+        self.received += 1
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """A session of a run: from the first hello to the last bye."""
+
+    name: str
+    config: Config
+    reference: Hello
+    contract: Contract | None
+    judge: Judge
+    session: int
+    builder: StepBuilder
+    started: float = field(default_factory=time.time)
+    touched: float = 0.0
+    processes: dict[str, Process] = field(default_factory=dict)
+    refused: dict[str, tuple[FieldDifference, ...]] = field(default_factory=dict)
+    weights: WeightLedger = field(default_factory=WeightLedger)
+    said: dict[tuple[str, str], float] = field(default_factory=dict)  # (role, type) -> monotonic
+    halted: bool = False
+    last_step: int = -1
+    dropped_reported: int = 0
+    silent_at: float = 0.0
+    step_seconds: dict[str, float] = field(default_factory=dict)
+    phases_done: set[tuple[int, str]] = field(default_factory=set)
+    probe_totals: dict[str, float] = field(default_factory=dict)
+    sent_totals: dict[str, int] = field(default_factory=dict)
+    rules_named: set[str] = field(default_factory=set)
+
+    @property
+    def regime(self) -> str:
+        return self.reference.regime
+
+    @property
+    def monitor_only(self) -> bool:
+        return self.contract is None
+
+    @property
+    def policy(self) -> Policy:
+        return Policy.FAIL_CLOSED if self.reference.policy == "fail_closed" else Policy.FAIL_OPEN
+
+    @property
+    def over(self) -> bool:
+        """Whether every process that came has said goodbye."""
+        return bool(self.processes) and all(process.ended for process in self.processes.values())
+
+    @property
+    def connected(self) -> int:
+        return sum(process.connected for process in self.processes.values())
+
+    def greet(self, hello: Hello, now: float) -> Agreement:
+        """Compare a process with the run and let it in if it agrees; keep the difference if not."""
+        reference = None if hello.source == self.reference.source else self.reference
+        agreement = agree(reference, hello)
+        if not agreement.accepted:
+            self.refused[hello.source] = agreement.fields
+            return agreement
+        self.refused.pop(hello.source, None)
+        old = self.processes.get(hello.source)
+        process = Process(hello=hello, since=now, agreement=agreement, seen=now)
+        if old is not None and hello.seq > old.last_seq:
+            # the same process again: its numbering and its attestation go on
+            process.attestation, process.attested, process.probe = old.attestation, old.attested, old.probe
+            process.first_seq, process.last_seq, process.received = (
+                old.first_seq,
+                old.last_seq,
+                old.received,
+            )
+        if old is not None and old.handle is not None:
+            old.handle.close()
+        self.processes[hello.source] = process
+        process.count(hello)
+        self.hear(hello, now)
+        return agreement
+
+    def hear(self, message: Message, now: float) -> None:
+        self.said[message.role, message.TYPE] = now
+        self.said[message.role, "any"] = now
+        self.touched = now
+
+    def take(self, message: Message, now: float) -> None:
+        """Take any message but hello and bye."""
+        self.hear(message, now)
+        process = self.processes.get(message.source)
+        if process is not None:
+            process.count(message)
+            process.seen = now
+        if isinstance(message, Logprobs):
+            self.builder.logprobs(message, now)
+        elif isinstance(message, Step):
+            self.builder.step(message, now)
+        elif isinstance(message, Weights):
+            self.weights.add(message, process.hello.replica if process else "")
+        elif process is not None and isinstance(message, Attestation):
+            process.attestation, process.attested = message, now
+        elif process is not None and isinstance(message, Probe):
+            process.probe = message
+
+    def bye(self, source: str, now: float) -> None:
+        process = self.processes.get(source)
+        if process is not None:
+            process.ended, process.connected = True, False
+        trainers = [one for one in self.processes.values() if one.role == "trainer"]
+        if trainers and all(one.ended for one in trainers):
+            self.builder.finish_all(now)
+
+    def due(self, now: float) -> StepState | None:
+        """Give the next step to judge, or None."""
+        waiting = False
+        if self.builder.open:
+            version = self.builder.open[min(self.builder.open)].weight_version
+            waiting = any(
+                self.weights.latest(role) is not None and not self.weights.has(role, version)
+                for role in _SIDES
+                if version >= 0
+            )
+        return self.builder.due(now, weights_awaited=waiting)
+
+    def findings(self) -> Findings:
+        """Compare the latest attestations of the processes that are still there with the contract."""
+        if self.contract is None:
+            return Findings()
+        attestations = [
+            (process.hello.replica, process.attestation)
+            for process in self.processes.values()
+            if process.attestation is not None and not process.ended
+        ]
+        return verify(self.contract, attestations)
+
+    def window(self, state: StepState | None, now: float) -> tuple[Window, Findings]:
+        """Make the window of a closed step; None makes one of silence, on the step that should have come."""
+        findings = self.findings()
+        lost = sum(process.lost for process in self.processes.values())
+        dropped = max(lost - self.dropped_reported, 0)
+        self.dropped_reported = max(lost, self.dropped_reported)
+        version = state.weight_version if state else -1
+        if version < 0:
+            version = max((self.weights.latest(role) or -1 for role in _SIDES), default=-1)
+        window = Window(
+            run=self.name,
+            regime=self.regime,
+            monitor_only=self.monitor_only,
+            step=state.step if state else self.builder.closed + 1,
+            weight_version=version,
+            pairs=tuple(stats for stats, _ in state.stats()) if state else (),
+            handshake=self._handshake(),
+            topology_breaks=findings.topology,
+            region_breaks=findings.regions,
+            weights=self.weights.breaks(version),
+            silence=tuple(self._silence(state, findings, version, now)),
+            dropped=dropped,
+            sampling=state.sampling_breaks() if state else (),
+            environment_breaks=findings.environment,
+        )
+        return window, findings
+
+    def _handshake(self) -> tuple[FieldDifference, ...]:
+        rows = [row for fields in self.refused.values() for row in fields]
+        for process in self.processes.values():
+            attested = process.attestation.identities if process.attestation else None
+            named = process.hello.identities
+            if attested is None or named is None:
+                continue
+            for name in ("semantic", "numerical_policy"):
+                if attested.get(name) != named.get(name):
+                    rows.append(
+                        FieldDifference(
+                            path=f"identities.{name} ({process.source}, attested / at hello)",
+                            engine=attested.get(name),
+                            trainer=named.get(name),
+                        )
+                    )
+        return tuple(rows)
+
+    def _age(self, role: str, what: str, now: float) -> float | None:
+        at = self.said.get((role, what))
+        return None if at is None else now - at
+
+    def _silence(
+        self, state: StepState | None, findings: Findings, version: int, now: float
+    ) -> list[Silence]:
+        rows: list[Silence] = []
+
+        def silent(role: str, what: Any, age: float | None) -> None:
+            rows.append(Silence(role=role, what=what, age_seconds=age))
+
+        for role in _SIDES:
+            members = [process for process in self.processes.values() if process.role == role]
+            if not members:
+                silent(role, "hello", None)
+            if not self.monitor_only and members:
+                self._silent_attestations(role, members, findings, now, silent)
+            if state is None or role not in state.roles:
+                silent(role, "logprobs", self._age(role, "logprobs", now))
+            if not self.weights.has(role, version):
+                silent(role, "weights", self._age(role, "weights", now))
+        if state is None or not state.reported:
+            role = "driver" if any(p.role == "driver" for p in self.processes.values()) else "trainer"
+            silent(role, "step", self._age(role, "step", now))
+        for role, limit in self.config.silence_seconds.items():
+            age = self._age(role, "any", now)
+            if age is not None and age > limit:
+                silent(role, "probe", age)
+        return rows
+
+    def _silent_attestations(
+        self, role: str, members: list[Process], findings: Findings, now: float, silent: Any
+    ) -> None:
+        living = [process for process in members if not process.ended] or members
+        if any(process.attestation is None for process in living):
+            silent(role, "attestation", None)
+            return
+        oldest = max(now - process.attested for process in living)
+        if oldest > self.config.attestation_seconds or role in findings.unreadable:
+            silent(role, "attestation", oldest)
+
+    def silent_too_long(self, now: float) -> bool:
+        """Whether a side that lives has said nothing for longer than it may; once per silence."""
+        if self.over or not self.processes:
+            return False
+        for role in _SIDES:
+            age = self._age(role, "any", now)
+            at = self.said.get((role, "any"), 0.0)
+            members = [one for one in self.processes.values() if one.role == role and not one.ended]
+            if (
+                members
+                and age is not None
+                and age > self.config.silence_seconds[role]
+                and at >= self.silent_at
+            ):
+                self.silent_at = now
+                return True
+        return False

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gathers what is seen of each step and says when a step is complete, or has been silent for too long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from isoexec.contracts.window import PairStats, SamplingBreak
+from isoexec.contracts.wire import Logprobs, Step
+from isoexec.daemon.config import Config
+from isoexec.daemon.pairing import Batch, Pairing, Record, role_of
+from isoexec.daemon.statistics import PairAccumulator
+from isoexec.daemon.store import SampleBuffer
+
+__all__ = ["StepBuilder", "StepState"]
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
+# where no pair of cases was ever seen, unpaired tokens are shown on the commonest one
+_DEFAULT_PAIR = ("engine_decode", "trainer_score")
+
+
+@dataclass(slots=True)
+class StepState:
+    """One step that is still open. Times are monotonic seconds."""
+
+    step: int
+    touched: float
+    samples: SampleBuffer
+    finished: float | None = None
+    weight_version: int = -1
+    accumulators: dict[tuple[str, str], PairAccumulator] = field(default_factory=dict)
+    cases: set[str] = field(default_factory=set)
+    sampling: set[tuple[str, str, str]] = field(default_factory=set)
+    versions: set[tuple[int, int]] = field(default_factory=set)
+    reported: bool = False  # a step message came
+    unpaired: dict[str, int] = field(default_factory=dict)  # tokens that met nothing at all, by role
+
+    @property
+    def roles(self) -> set[str]:
+        found = {role_of(case) for case in self.cases}
+        for pair, sums in self.accumulators.items():
+            if sums.tokens:
+                found |= {role_of(case) for case in pair}
+        return found
+
+    def pair(self, pair: tuple[str, str]) -> PairAccumulator:
+        return self.accumulators.setdefault(pair, PairAccumulator(pair))
+
+    def stats(self) -> tuple[tuple[PairStats, float], ...]:
+        """Give the statistics of each pair and the sum of its abs d."""
+        return tuple((sums.result(), sums.sum_abs) for _, sums in sorted(self.accumulators.items()))
+
+    def sampling_breaks(self) -> tuple[SamplingBreak, ...]:
+        rows = [SamplingBreak(field=name, engine=a, trainer=b) for name, a, b in sorted(self.sampling)]
+        rows += [SamplingBreak(field="weight_version", engine=a, trainer=b) for a, b in sorted(self.versions)]
+        return tuple(rows)
+
+
+class StepBuilder:
+    """The open steps of one run, and the sequences that wait for a partner."""
+
+    def __init__(self, config: Config, *, pending_tokens: int) -> None:
+        self._config = config
+        self.pairing = Pairing(limit_tokens=pending_tokens)
+        self.open: dict[int, StepState] = {}
+        self.closed = -1
+        """Last step of which a window was made."""
+        self._trainer_cases: set[str] = set()
+
+    def _state(self, step: int, now: float) -> StepState:
+        # what comes for a step already judged is judged with the next one: no window is made twice
+        step = max(step, self.closed + 1)
+        state = self.open.get(step)
+        if state is None:
+            state = StepState(step=step, touched=now, samples=SampleBuffer(self._config.sample_tokens))
+            self.open[step] = state
+        state.touched = now
+        return state
+
+    def logprobs(self, message: Logprobs, now: float) -> None:
+        """Pair a message, add what pairs to its step."""
+        role = role_of(message.case)
+        if role == "trainer":
+            self._trainer_cases.add(message.case)
+        if message.step >= 0:
+            state = self._state(message.step, now)
+            state.cases.add(message.case)
+            state.weight_version = max(state.weight_version, message.weight_version)
+            if role == "trainer":
+                self._finish_before(state.step, now)
+        for batch in self.pairing.add(message, now, self._unpaired_at(now)):
+            self._batch(batch, now)
+
+    def _batch(self, batch: Batch, now: float) -> None:
+        step = batch.step if batch.step >= 0 else max([self.closed + 1, *self.open])
+        state = self._state(step, now)
+        state.pair(batch.pair).add(
+            _join(batch.first),
+            _join(batch.second),
+            batch.lengths,
+            _join(batch.first_ids),
+            _join(batch.second_ids),
+        )
+        state.sampling |= batch.sampling
+        state.samples.add(batch)
+
+    def step(self, message: Step, now: float) -> None:
+        """Take the end of a step as the job reports it: this step and those before are complete."""
+        state = self._state(message.step, now)
+        state.reported = True
+        state.weight_version = max(state.weight_version, message.weight_version)
+        self._finish_before(state.step + 1, now)
+
+    def _finish_before(self, step: int, now: float) -> None:
+        for state in self.open.values():
+            if state.step < step and state.finished is None:
+                state.finished = now
+
+    def finish_all(self, now: float) -> None:
+        """Say that nothing more will come."""
+        self._finish_before(1 << 62, now)
+
+    def due(self, now: float, *, weights_awaited: bool = False) -> StepState | None:
+        """Give the first step that can be judged now, or None.
+
+        A finished step is due once both sides are there, no token waits and all is quiet, or `settle_seconds`
+        later; with a side missing, `window_seconds` later. A step that nobody finishes is due when nothing came for so long.
+        """
+        while self.open:
+            state = self.open[min(self.open)]
+            # every sequence of it was trained under another step's number: that window has judged them
+            if state.finished is None or state.reported or "trainer" in state.roles or not state.cases:
+                break
+            if state.unpaired or self.pairing.waiting(state.step):
+                break
+            del self.open[state.step]
+        if not self.open:
+            return None
+        if state.finished is None:
+            return state if now - state.touched >= self._config.window_seconds else None
+        age = now - state.finished
+        if {"engine", "trainer"} <= state.roles:
+            settled = (
+                now - state.touched >= self._config.quiet_seconds
+                and not weights_awaited
+                and self._trainer_cases <= state.cases
+                and not self.pairing.waiting(state.step)
+            )
+            return state if settled or age >= self._config.settle_seconds else None
+        return state if age >= self._config.window_seconds else None
+
+    def close(self, state: StepState, now: float) -> StepState:
+        """Take a step out of the open ones, with the tokens that stay unpaired counted in it."""
+        self.pairing.retire(
+            state.step,
+            lag_steps=self._config.lag_steps,
+            older_than=now - self._config.pending_seconds,
+            unpaired=lambda record: self._count_unpaired(state, record),
+        )
+        del self.open[state.step]
+        self.closed = max(self.closed, state.step)
+        return state
+
+    def _unpaired_at(self, now: float) -> _Evicted:
+        return _Evicted(self, now)
+
+    def evicted(self, record: Record, now: float) -> None:
+        self._count_unpaired(self._state(max(record.step, self.closed + 1), now), record)
+
+    def _count_unpaired(self, state: StepState, record: Record) -> None:
+        """Count a record against each pair of cases in which it was awaited and met nobody."""
+        role = role_of(record.case)
+        if not record.met_other_side:
+            state.unpaired[role] = state.unpaired.get(role, 0) + record.size
+            state.versions |= record.other_versions
+        if role == "engine":
+            seen = {case for case in state.cases if role_of(case) == "trainer"}
+            wanted = [(record.case, case) for case in sorted(seen or self._trainer_cases)]
+        else:
+            # prefill rescores are a sample of their own: nobody waits for one
+            wanted = [("engine_decode", record.case)]
+        for pair in wanted or [_DEFAULT_PAIR]:
+            partner = pair[1] if role == "engine" else pair[0]
+            if partner not in record.met and not (role == "trainer" and record.met_other_side):
+                state.pair(pair).count_unpaired(role, record.size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Evicted:
+    builder: StepBuilder
+    now: float
+
+    def __call__(self, record: Record) -> None:
+        self.builder.evicted(record, self.now)
+
+
+def _join(parts: list[npt.NDArray[_Scalar]]) -> npt.NDArray[_Scalar]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
