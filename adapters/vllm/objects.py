@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the live objects of a loaded model that serve each region."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from isoexec.adapters.base import REGIONS
+
+__all__ = ["bound_objects", "described"]
+
+
+def described(bound: Any) -> str:
+    """The class of a live object; of a layer that hands its arithmetic on, with the class it hands it to."""
+    kind = type(bound)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    inner = getattr(bound, "impl" if isinstance(bound, Attention) else "quant_method", None)
+    return name if inner is None else f"{name}[{type(inner).__module__}.{type(inner).__qualname__}]"
+
+
+def _region_of(name: str, module: Any) -> str | None:
+    if isinstance(module, ParallelLMHead):
+        return "lm_head"
+    if isinstance(module, VocabParallelEmbedding):
+        return "embedding"
+    if isinstance(module, LinearBase):
+        return "row_linear" if isinstance(module, RowParallelLinear) else "column_linear"
+    if isinstance(module, RMSNorm):
+        return "qk_norm" if name.endswith(("q_norm", "k_norm")) else "norm"
+    if isinstance(module, RotaryEmbeddingBase):
+        return "rope"
+    if isinstance(module, SiluAndMul):
+        return "silu_mul"
+    return None
+
+
+def bound_objects(runner: Any) -> dict[str, list[tuple[str, Any]]]:
+    """Region -> (path, live object) of the model and the sampler in a model runner."""
+    found: dict[str, list[tuple[str, Any]]] = {region: [] for region in REGIONS}
+    for name, module in runner.get_model().named_modules():
+        region = _region_of(name, module)
+        if region is not None:
+            found[region].append((name, module))
+        elif isinstance(module, Attention):
+            found["attention"].append((name, module))
+    found["logprobs"].append(("sampler", runner.sampler))
+    return found

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods a driver calls in every worker by ``collective_rpc``: what is really bound here, weight digests, reload, census.
+
+`IsoExecExtension` goes into any worker by ``worker_extension_cls``, with or without a contract, and changes nothing by itself.
+Every result is made of plain builtins: anything else leaves the caller of ``collective_rpc`` waiting for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from isoexec.adapters.base import REGIONS, Enforcement, RegionReport
+from isoexec.adapters.vllm import state
+from isoexec.adapters.vllm.census import Census
+from isoexec.adapters.vllm.engines import found_engine
+from isoexec.adapters.vllm.objects import bound_objects, described
+from isoexec.adapters.vllm.topology import live_topology
+from isoexec.contracts.errors import InstallError, IsoExecError
+from isoexec.probes.attest import environment
+
+__all__ = ["IsoExecExtension", "plain"]
+
+
+def plain(value: Any) -> Any:
+    """``value`` as builtins only."""
+    return json.loads(json.dumps(value, default=str))
+
+
+class IsoExecExtension:
+    """Mixed into the engine's worker class; uses only what every vLLM worker has."""
+
+    rank: int
+    vllm_config: Any
+    model_runner: Any
+
+    def isoexec_report(self) -> dict[str, Any]:
+        """What this worker really runs: live groups, environment, and per region the canary of the bound objects."""
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config), torch.inference_mode():
+            topology = live_topology()
+            regions = {r.region: r.to_dict() for r in self._isoexec_regions()}
+        plan = state.active()
+        contract = plan.contract if plan is not None else None
+        engine = found_engine()
+        return plain(
+            {
+                "pid": os.getpid(),
+                "rank": int(self.rank),
+                "world": int(self.vllm_config.parallel_config.world_size),
+                "topology": topology,
+                "regions": regions,
+                "environment": environment(),
+                "identities": contract
+                and {
+                    "semantic": contract.semantic,
+                    "numerical_policy": contract.numerical_policy,
+                    "deployment": contract.deployment,
+                },
+                "engine": engine and [engine[0].distribution, engine[1]],
+                "runner": described(self.model_runner),
+                "weight_version": getattr(self, "_isoexec_weight_version", None),
+                "calls": dict(state.calls),
+            }
+        )
+
+    def isoexec_load_weights(self, path: str, weight_version: int) -> dict[str, Any]:
+        """Reload every weight from a safetensors file of Hugging Face names; native and contract engines alike.
+
+        The driver must drop the prefix cache afterwards (`isoexec.adapters.vllm.rollout.Rollout.sync` does): its blocks hold
+        keys and values of the old weights, and only the scheduler can forget them.
+        """
+        from safetensors import safe_open
+
+        with safe_open(Path(path), framework="pt") as file:
+            names = list(file.keys())
+            self.reload_weights(  # type: ignore[attr-defined]
+                weights_iterator=((name, file.get_tensor(name)) for name in names)
+            )
+        self._isoexec_weight_version = int(weight_version)
+        return {"rank": int(self.rank), "weight_version": int(weight_version), "tensors": len(names)}
+
+    def isoexec_weight_partials(self) -> dict[str, Any]:
+        """Partial digests of the live parameters by Hugging Face name; what nobody can read is named in ``unknown``."""
+        from isoexec.adapters.vllm.weights import partials
+
+        found = partials(self.model_runner.get_model())
+        return plain(
+            {**found, "rank": int(self.rank), "weight_version": getattr(self, "_isoexec_weight_version", None)}
+        )
+
+    def isoexec_census_start(self) -> bool:
+        """Note the arithmetic of the steps from now on until `isoexec_census_stop`."""
+        self._isoexec_census = Census(self.model_runner)
+        self._isoexec_census.start()
+        return True
+
+    def isoexec_census_stop(self) -> dict[str, Any]:
+        """Arithmetic that ran outside every region since the start: ``{"operators": {name: calls}, "steps": n}``."""
+        census: Census | None = self.__dict__.pop("_isoexec_census", None)
+        if census is None:
+            raise InstallError(
+                region="census", wanted="a census that was started", found="none", fix="call isoexec_census_start first"
+            )
+        census.stop()
+        return plain({"operators": dict(census.outside), "steps": census.steps, "inside": census.inside})
+
+    def _isoexec_regions(self) -> list[RegionReport]:
+        """One report a region; every object of a region is called, for one of them may be replaced alone."""
+        objects = bound_objects(self.model_runner)
+        reports = []
+        for region in REGIONS:
+            names = sorted({described(o) for _, o in objects[region]})
+            split = self._isoexec_disagreement(names)
+            reports.append(self._isoexec_region(region, objects[region], ", ".join(names) or "nothing", split))
+        return reports
+
+    def _isoexec_disagreement(self, names: list[str]) -> str | None:
+        """What another rank binds instead: a canary that one rank answers alone would wait for ever."""
+        from vllm.distributed import get_tp_group
+
+        group = get_tp_group()
+        if group.world_size == 1:
+            return None
+        every: list[Any] = [None] * group.world_size
+        dist.all_gather_object(every, names, group=group.cpu_group)
+        other = next((e for e in every if e != every[0]), None)
+        return None if other is None else f"ranks bind different objects: {every[0]} and {other}"
+
+    def _isoexec_region(
+        self, region: str, objects: list[tuple[str, Any]], names: str, split: str | None
+    ) -> RegionReport:
+        plan = state.active()
+        binding = plan.binding(region) if plan is not None else None
+        if plan is None or binding is None:
+            return RegionReport(
+                region=region,
+                object=names,
+                provider="native",
+                source="",
+                canary=None,
+                expected_canary=None,
+                enforcement=Enforcement.OFF,
+            )
+        from isoexec.adapters.vllm.canaries import Canary
+
+        canary = Canary(binding, self.vllm_config.model_config.dtype)
+        found: str | None = None
+        expected: str | None = None
+        problem = split
+        if not objects:
+            problem = problem or "no object of the model serves this region"
+        if problem is None:
+            found, expected, problem = _call_all(canary, objects)
+        return RegionReport(
+            region=region,
+            object=names,
+            provider=binding.provider,
+            source=binding.source,
+            canary=found,
+            expected_canary=expected,
+            enforcement=binding.enforcement,
+            problem=problem,
+        )
+
+
+def _call_all(canary: Any, objects: list[tuple[str, Any]]) -> tuple[str | None, str | None, str | None]:
+    """What all objects answer with and should; for the first that answers otherwise, that and whose it is."""
+    found: str | None = None
+    expected: str | None = None
+    for name, bound in objects:
+        try:
+            found, expected = canary.digest(bound)
+            stale = canary.stale(bound)
+        except (IsoExecError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError) as error:
+            # a native object that cannot take the canary at all is as much a finding as one that answers otherwise
+            return None, expected, f"{name} does not take the canary: {type(error).__name__}: {error}"
+        if stale is not None:
+            return found, expected, f"{name} computes with {stale}"
+        if found != expected:
+            return found, expected, f"{name} ({described(bound)}) computes something else"
+    return found, expected, None

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the real engine in processes of its own: what a process of the engine installed cannot be taken back in it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isoexec.contracts.schema import library
+
+SCRIPT = Path(__file__).with_name("engine_script.py")
+_ENGINE_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_PLUGINS": "isoexec",
+}
+_OURS = ("ISOEXEC_CONTRACT", "ISOEXEC_ENFORCE", "ISOEXEC_RUN", "ISOEXEC_STATE_DIR")
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two tiny checkpoints of one shape: ``first`` and, with every weight another, ``second``."""
+    pytest.importorskip("vllm")
+    from isoexec.adapters.demo.tiny import make_qwen3
+
+    root = tmp_path_factory.mktemp("models")
+    return {name: str(make_qwen3(root / name, seed=seed)) for name, seed in (("first", 7), ("second", 8))}
+
+
+@pytest.fixture(scope="session")
+def pinned(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The shipped contract with the digests of the kernels in this checkout."""
+    yaml = pytest.importorskip("yaml")
+    pytest.importorskip("torch")
+    from isoexec.kernels import registry
+
+    data = yaml.safe_load(library("qwen3-dense-cpu").read_text())
+    for provider in data["providers"]:
+        provider["source"] = registry.source_digest(provider["function"])
+    path = tmp_path_factory.mktemp("contract") / "pinned.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """``run(scenario, **arguments)`` -> what the scenario of ``engine_script.py`` found in a process of its own."""
+
+    def call(scenario: str, **arguments: Any) -> dict[str, Any]:
+        out = tmp_path_factory.mktemp(scenario) / "found.json"
+        env = {k: v for k, v in os.environ.items() if k not in _OURS} | _ENGINE_ENV
+        env |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if arguments.get("tp", 1) > 1 else "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "0|1" if arguments.get("tp", 1) > 1 else "nobind",
+        }
+        done = subprocess.run(
+            [sys.executable, "-P", str(SCRIPT), scenario, str(out), json.dumps(arguments)],
+            env=env,
+            cwd=out.parent,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        if done.returncode != 0 or not out.exists():
+            pytest.fail(f"{scenario} ended with {done.returncode}:\n{done.stderr[-6000:]}", pytrace=False)
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def one_rank(run: Run, models: dict[str, str], pinned: str) -> Callable[[str], dict[str, Any]]:
+    """What one rank under the contract does in a dtype; each dtype runs once a session."""
+
+    @functools.cache
+    def of(dtype: str) -> dict[str, Any]:
+        paths = {"first": models["first"], "second": models["second"]}
+        return {"dtype": dtype, **run("contract_bits", contract=pinned, dtype=dtype, **paths)}
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def native(run: Run, models: dict[str, str]) -> dict[str, Any]:
+    """What one rank without a contract does, by dtype."""
+    return run("native", first=models["first"], second=models["second"])

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scenarios with the real engine, one a process: ``engine_script.py SCENARIO OUT.json ARGUMENTS``; OUT gets what was found."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PROMPTS = 16
+TOKENS = 24
+VOCABULARY = 512
+
+
+def bits(sequences: Any) -> list[list[int]]:
+    """Logprobs of each sequence as the int32 of their float32."""
+    return [s.logprobs.view(np.int32).tolist() for s in sequences]
+
+
+def tokens(sequences: Any) -> list[list[int]]:
+    return [list(s.response) for s in sequences]
+
+
+def prompts(head: int = 0) -> list[list[int]]:
+    """Token ids, the same in every process; ``head`` tokens in front are common to all."""
+    generator = np.random.default_rng(42)
+    common = generator.integers(3, VOCABULARY, head).tolist()
+    return [[1, *common, *generator.integers(3, VOCABULARY, 15 + 5 * i).tolist()] for i in range(PROMPTS)]
+
+
+def arguments(model: str, dtype: str, **more: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = {
+        "model": model,
+        "dtype": dtype,
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 4096,
+        "kv_cache_memory_bytes": 32 << 20,
+        "seed": 0,
+        "max_logprobs": 1,
+        "enable_prefix_caching": False,
+        "enable_chunked_prefill": False,
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+    }
+    return plain | more
+
+
+def start(contract: str | None, model: str, dtype: str, **more: Any) -> tuple[Any, Any]:
+    """An engine and its rollout."""
+    from vllm import LLM
+
+    from isoexec.adapters.vllm.adapter import engine_args
+    from isoexec.adapters.vllm.rollout import Rollout
+
+    llm = LLM(**engine_args(contract, **arguments(model, dtype, **more)))
+    return llm, Rollout(llm)
+
+
+def stop(llm: Any) -> None:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
+
+
+def sample(llm: Any, rollout: Any, asked: list[list[int]], *, seeded: bool = True, temperature: float = 1.0) -> Any:
+    """Sampled sequences with their logprobs, and how many prompt tokens came from the cache."""
+    from vllm import SamplingParams, TokensPrompt
+
+    params = [
+        SamplingParams(
+            temperature=temperature,
+            seed=100 + i if seeded else None,
+            max_tokens=TOKENS,
+            logprobs=0,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        for i in range(len(asked))
+    ]
+    outputs = llm.generate([TokensPrompt(prompt_token_ids=p) for p in asked], params, use_tqdm=False)
+    cached = sum(o.num_cached_tokens or 0 for o in outputs)
+    return rollout.record(outputs, step=0, temperature=temperature), cached
+
+
+def contract_bits(contract: str, first: str, second: str, dtype: str) -> dict[str, Any]:
+    """One process, one rank: every way this engine comes to a logprob, and a weight sync."""
+    found: dict[str, Any] = {}
+    asked = prompts()
+    llm, rollout = start(contract, first, dtype)
+    begin = time.perf_counter()
+    whole, _ = sample(llm, rollout, asked)
+    found["seconds"] = time.perf_counter() - begin
+    found["tokens"], found["decode"] = tokens(whole), bits(whole)
+    found["prefill"] = bits(rollout.rescore(whole, step=0))
+    found["reports"] = reports(rollout)
+    found["weights"] = rollout.weights(step=0)
+    found["census"] = census(llm)
+    found["synced_weights"] = rollout.sync(Path(second) / "model.safetensors", 1, step=1)
+    after, _ = sample(llm, rollout, asked)
+    found["synced_tokens"], found["synced"] = tokens(after), bits(after)
+    found["calls"] = llm.collective_rpc("isoexec_report", timeout=60)[0]["calls"]
+    found["written_in_place"] = bits(write_in_place(llm, rollout, asked, first))
+    stop(llm)
+
+    llm, rollout = start(contract, second, dtype)
+    fresh, _ = sample(llm, rollout, asked)
+    found["fresh_tokens"], found["fresh"] = tokens(fresh), bits(fresh)
+    stop(llm)
+
+    llm, rollout = start(contract, first, dtype, max_num_seqs=1)
+    alone, _ = sample(llm, rollout, asked)
+    found["alone_tokens"], found["alone"] = tokens(alone), bits(alone)
+    stop(llm)
+
+    llm, rollout = start(contract, first, dtype, enable_chunked_prefill=True, max_num_batched_tokens=48)
+    found["chunked"] = bits(rollout.rescore(whole, step=0))
+    stop(llm)
+
+    llm, rollout = start(contract, first, dtype, enable_prefix_caching=True, block_size=32)
+    shared = prompts(head=96)
+    cold, missed = sample(llm, rollout, shared[:1])
+    rollout.reset_cache()
+    cold_all = [sample(llm, rollout, [p])[0][0] for p in shared[:4] if rollout.reset_cache() is None]
+    sample(llm, rollout, shared[:1])
+    warm_all = []
+    hits = []
+    for p in shared[:4]:
+        one, hit = sample(llm, rollout, [p])
+        warm_all.append(one[0])
+        hits.append(hit)
+    found["cold_tokens"], found["cold"] = tokens(cold_all), bits(cold_all)
+    found["warm_tokens"], found["warm"], found["hits"], found["missed"] = tokens(warm_all), bits(warm_all), hits, missed
+    found["cold_first"] = bits(cold)
+    stop(llm)
+
+    llm, rollout = start(contract, first, dtype, logprobs_mode="processed_logprobs")
+    hot, _ = sample(llm, rollout, asked, temperature=0.7)
+    found["processed_tokens"], found["processed"] = tokens(hot), bits(hot)
+    found["processed_prefill"] = bits(rollout.rescore(hot, step=0))
+    plain, _ = sample(llm, rollout, asked)
+    found["processed_at_one_tokens"], found["processed_at_one"] = tokens(plain), bits(plain)
+    stop(llm)
+    return found
+
+
+def write_in_place(llm: Any, rollout: Any, asked: list[list[int]], path: str) -> Any:
+    """Load a checkpoint by the model's own ``load_weights``, as frameworks do, past every reload call of the engine."""
+    from safetensors.torch import load_file
+
+    model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
+    model.load_weights(iter(load_file(Path(path) / "model.safetensors").items()))
+    return sample(llm, rollout, asked)[0]
+
+
+def reports(rollout: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "rank": r.rank,
+            "world": r.world,
+            "topology": dict(r.topology),
+            "regions": {x.region: x.to_dict() for x in r.regions},
+            "problems": list(r.problems()),
+        }
+        for r in rollout.attest("periodic", step=0, require=False)
+    ]
+
+
+def census(llm: Any) -> dict[str, int]:
+    from isoexec.adapters.vllm.adapter import VllmAdapter
+
+    return {e.operator: e.calls for e in VllmAdapter(llm).census()}
+
+
+def contract_ranks(contract: str, first: str, second: str, tp: int) -> dict[str, Any]:
+    """Several ranks in processes of their own, both dtypes."""
+    found: dict[str, Any] = {}
+    for dtype in ("bfloat16", "float32"):
+        llm, rollout = start(contract, first, dtype, tensor_parallel_size=tp)
+        begin = time.perf_counter()
+        got, _ = sample(llm, rollout, prompts())
+        here: dict[str, Any] = {"seconds": time.perf_counter() - begin}
+        here["tokens"], here["decode"] = tokens(got), bits(got)
+        here["prefill"] = bits(rollout.rescore(got, step=0))
+        here["reports"] = reports(rollout)
+        here["weights"] = rollout.weights(step=0)
+        if dtype == "bfloat16":
+            here["synced_weights"] = rollout.sync(Path(second) / "model.safetensors", 1, step=1)
+            after, _ = sample(llm, rollout, prompts())
+            here["synced"] = bits(after)
+        found[dtype] = here
+        stop(llm)
+    return found
+
+
+def native(first: str, second: str) -> dict[str, Any]:
+    """No contract: the engine as it is, only monitored."""
+    found: dict[str, Any] = {}
+    for dtype in ("bfloat16", "float32"):
+        llm, rollout = start(None, first, dtype)
+        sample(llm, rollout, prompts()[:1])
+        begin = time.perf_counter()
+        got, _ = sample(llm, rollout, prompts())
+        here: dict[str, Any] = {"seconds": time.perf_counter() - begin}
+        here["tokens"], here["decode"] = tokens(got), bits(got)
+        here["reports"] = reports(rollout)
+        here["census"] = census(llm)
+        parts = llm.collective_rpc("isoexec_weight_partials", timeout=60)[0]
+        here["unknown"], here["readable"] = parts["unknown"], sorted(parts["tensors"])
+        rollout.sync(Path(second) / "model.safetensors", 1, step=1)
+        here["synced"] = bits(sample(llm, rollout, prompts())[0])
+        stop(llm)
+        llm, rollout = start(None, second, dtype)
+        here["fresh"] = bits(sample(llm, rollout, prompts())[0])
+        stop(llm)
+        found[dtype] = here
+    return found
+
+
+def _in_child(action: Callable[[], str]) -> str:
+    """Run ``action`` in a fork of this process, which has imported the engine and loaded no plugin yet."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        try:
+            said = action()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+            traceback.print_exc()
+        with os.fdopen(writer, "w") as out:
+            out.write(said)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        said = answer.read()
+    os.waitpid(child, 0)
+    return said
+
+
+def closed(contract: str, first: str, broken: str) -> dict[str, str]:
+    """Ways to lose the installation between the driver's intention and the engine; each must end in a refusal."""
+    import vllm  # noqa: F401  every child has it then
+
+    from isoexec.adapters.vllm.adapter import VllmAdapter, engine_args
+    from isoexec.adapters.vllm.rollout import Rollout
+
+    def build(change: Callable[[dict[str, Any]], None]) -> str:
+        from vllm import LLM
+
+        asked = engine_args(contract, **arguments(first, "bfloat16"))
+        change(asked)
+        llm = LLM(**asked)
+        Rollout(llm)
+        return "sampled"
+
+    def no_plugin(_: dict[str, Any]) -> None:
+        os.environ["VLLM_PLUGINS"] = "another"
+
+    def broken_plugin(_: dict[str, Any]) -> None:
+        sys.path.insert(0, broken)
+
+    def off(_: dict[str, Any]) -> None:
+        os.environ["ISOEXEC_ENFORCE"] = "off"
+
+    def unset(_: dict[str, Any]) -> None:
+        del os.environ["ISOEXEC_CONTRACT"]
+
+    def half(_: dict[str, Any]) -> None:
+        from vllm.model_executor.custom_op import op_registry_oot
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()
+        del op_registry_oot["RMSNorm"]
+
+    def no_quantization_no_worker(asked: dict[str, Any]) -> None:
+        """The arguments that fail closed taken out again: the engine starts natively."""
+        os.environ["VLLM_PLUGINS"] = "another"
+        for name in ("quantization", "worker_cls"):
+            del asked[name]
+        asked["worker_extension_cls"] = "isoexec.adapters.vllm.worker.IsoExecExtension"
+
+    def compiled(asked: dict[str, Any]) -> None:
+        asked["enforce_eager"] = False
+
+    def other_contract(asked: dict[str, Any]) -> None:
+        asked["additional_config"]["isoexec"]["numerical_policy"] = "sha256:" + "0" * 64
+
+    def too_long(asked: dict[str, Any]) -> None:
+        asked["max_model_len"] = 16384
+        asked["hf_overrides"] = {"max_position_embeddings": 16384}
+
+    def no_engine() -> str:
+        VllmAdapter().verify()
+        return "verified"
+
+    cases = (no_plugin, broken_plugin, off, unset, half, no_quantization_no_worker, compiled, other_contract, too_long)
+    found = {case.__name__: _in_child(lambda case=case: build(case)) for case in cases}  # type: ignore[misc]
+    found["no_engine"] = _in_child(no_engine)
+    return found
+
+
+def main() -> None:
+    scenario, out, said = sys.argv[1:4]
+    found = globals()[scenario](**json.loads(said))
+    Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever gets lost between the contract and the engine, no token is sampled: the engine or the report refuses, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A path on which the plugin called isoexec has a module that does not import."""
+    root = tmp_path_factory.mktemp("broken")
+    (root / "isoexec_broken.py").write_text("raise ImportError('a library is missing')\n")
+    info = root / "isoexec-0.0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: isoexec\nVersion: 0.0.1\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nisoexec = isoexec_broken:register\n")
+    return root
+
+
+@pytest.fixture(scope="module")
+def said(run: Run, models: dict[str, str], pinned: str, broken: Path) -> dict[str, Any]:
+    return run("closed", contract=pinned, first=models["first"], broken=str(broken))
+
+
+@pytest.mark.parametrize("case", ["no_plugin", "broken_plugin", "off", "unset"])
+def test_without_the_plugin_the_engine_refuses_the_quantization_it_does_not_know(
+    said: dict[str, Any], case: str
+) -> None:
+    assert "sampled" != said[case]
+    assert "isoexec" in said[case]
+    assert "uantization" in said[case]
+
+
+def test_a_hook_that_is_gone_is_found_from_inside_the_worker(said: dict[str, Any]) -> None:
+    assert said["half"].startswith("InstallError: norm: wanted")
+    assert "vllm.model_executor.layers.layernorm.RMSNorm" in said["half"]
+
+
+def test_an_engine_started_natively_does_not_pass_for_a_contracts(said: dict[str, Any]) -> None:
+    assert said["no_quantization_no_worker"].startswith("InstallError: embedding: wanted")
+    assert "the worker's contract is None" in said["no_quantization_no_worker"]
+
+
+def test_compilation_is_refused(said: dict[str, Any]) -> None:
+    assert "enforce_eager=True" in said["compiled"]
+
+
+def test_a_worker_with_another_contract_than_the_driver_is_refused(said: dict[str, Any]) -> None:
+    assert "the driver's contract sha256:" + "0" * 64 in said["other_contract"]
+
+
+def test_positions_past_the_rotary_table_are_refused(said: dict[str, Any]) -> None:
+    assert "rope: wanted positions below the table's length 8192" in said["too_long"]
+
+
+def test_an_adapter_without_an_engine_does_not_verify(said: dict[str, Any]) -> None:
+    assert said["no_engine"].startswith("InstallError: engine: wanted a running engine")

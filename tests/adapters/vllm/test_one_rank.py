@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract's bits in the real engine on one rank: whatever way it comes to a logprob, it is the same integer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isoexec.adapters.base import REGIONS
+
+pytestmark = pytest.mark.vllm
+
+DTYPES = ("bfloat16", "float32")
+SAMPLER_ONLY = ("_C::fused_gumbel_argmax", "aten::div_")
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def found(request: pytest.FixtureRequest, one_rank: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    return one_rank(request.param)
+
+
+def test_rescoring_a_rollout_gives_the_bits_it_was_sampled_with(found: dict[str, Any]) -> None:
+    assert sum(map(len, found["decode"])) == 16 * 24
+    assert found["prefill"] == found["decode"]
+
+
+def test_one_request_at_a_time_gives_the_bits_of_sixteen_together(found: dict[str, Any]) -> None:
+    assert found["alone_tokens"] == found["tokens"]
+    assert found["alone"] == found["decode"]
+
+
+def test_prompts_read_in_chunks_give_the_bits_of_whole_prompts(found: dict[str, Any]) -> None:
+    assert found["chunked"] == found["decode"]
+
+
+def test_a_prompt_from_the_prefix_cache_gives_the_bits_of_one_that_was_read(found: dict[str, Any]) -> None:
+    assert found["missed"] == 0
+    assert all(hit >= 96 for hit in found["hits"])
+    assert found["warm_tokens"] == found["cold_tokens"]
+    assert found["warm"] == found["cold"]
+
+
+def test_processed_logprobs_at_temperature_one_are_the_raw_ones(found: dict[str, Any]) -> None:
+    assert found["processed_at_one_tokens"] == found["tokens"]
+    assert found["processed_at_one"] == found["decode"]
+
+
+def test_processed_logprobs_at_another_temperature_are_of_the_distribution_sampled_from(
+    found: dict[str, Any],
+) -> None:
+    assert found["processed"] != found["processed_prefill"]
+
+
+def test_every_region_answers_the_canary_of_its_function(found: dict[str, Any]) -> None:
+    (report,) = found["reports"]
+    assert set(report["regions"]) == set(REGIONS)
+    assert report["problems"] == []
+    assert all(r["ok"] and r["canary"].startswith("sha256:") for r in report["regions"].values())
+    assert report["topology"] == {"TP": 1, "EP": 1, "ETP": 1, "SP": 1, "CP": 1, "PP": 1, "DP": 1}
+
+
+def test_no_arithmetic_of_the_forward_runs_outside_a_region(found: dict[str, Any]) -> None:
+    outside = {name for name in found["census"] if not name.startswith(SAMPLER_ONLY)}
+    assert outside == set()
+
+
+def test_the_census_of_the_native_engine_is_not_empty(native: dict[str, Any]) -> None:
+    assert any(name.startswith("_C::weight_packed_linear") for name in native["bfloat16"]["census"])
+
+
+def test_loaded_weights_have_the_digests_of_the_checkpoint(found: dict[str, Any], models: dict[str, str]) -> None:
+    assert found["weights"] == checkpoint_digests(models["first"], found["dtype"])
+    assert found["synced_weights"] == checkpoint_digests(models["second"], found["dtype"])
+    assert not set(map(tuple, found["weights"].values())) & set(map(tuple, found["synced_weights"].values()))
+
+
+def test_after_a_sync_the_engine_is_one_started_from_the_new_checkpoint(found: dict[str, Any]) -> None:
+    assert found["synced"] != found["decode"]
+    assert found["synced_tokens"] == found["fresh_tokens"]
+    assert found["synced"] == found["fresh"]
+
+
+def test_weights_written_in_place_past_every_reload_call_are_packed_anew(found: dict[str, Any]) -> None:
+    assert found["written_in_place"] == found["decode"]
+
+
+def test_every_region_ran_in_the_steps_themselves(found: dict[str, Any]) -> None:
+    assert all(found["calls"].get(region, 0) > 0 for region in REGIONS)
+
+
+def test_the_native_engine_has_other_bits(native: dict[str, Any], found: dict[str, Any]) -> None:
+    assert native[found["dtype"]]["decode"] != found["decode"]
+
+
+def checkpoint_digests(folder: str, dtype: str) -> dict[str, list[int]]:
+    """Digest of every tensor of a checkpoint, whole, in the engine's dtype."""
+    import torch
+    from safetensors.torch import load_file
+
+    from isoexec.probes.weights import tensor_partial
+
+    return {
+        name: list(tensor_partial(t.to(getattr(torch, dtype)), t.shape, [0] * t.dim()))
+        for name, t in load_file(Path(folder) / "model.safetensors").items()
+    }
