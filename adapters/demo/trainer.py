@@ -106,7 +106,13 @@ class TrainerHost:
         return {"score": scored - start, "probe": time.perf_counter() - scored}
 
     def train(
-        self, rewards: np.ndarray[Any, np.dtype[np.float32]], group: int, *, step: int, version: int, watched: bool
+        self,
+        rewards: np.ndarray[Any, np.dtype[np.float32]],
+        group: int,
+        *,
+        step: int,
+        version: int,
+        watched: bool,
     ) -> dict[str, float]:
         """One GRPO update on the sequences last scored; loss, gradient norm, start (unix seconds) and seconds."""
         began = time.time()

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's phases: watch a native job, put the contract under it, then break one of its promises."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isoexec.adapters.demo.faults import Fault, edited_contract
+from isoexec.adapters.demo.job import Halted, Job, Layout
+from isoexec.adapters.demo.processes import RemoteError
+from isoexec.adapters.demo.report import PhaseResult
+from isoexec.adapters.demo.services import Daemon, Prometheus, ServiceError, get_json
+from isoexec.contracts.errors import HaltedError, HandshakeError, IsoExecError
+from isoexec.contracts.halting import HaltMarker
+from isoexec.probes.client import Client, ProbeSettings
+from isoexec.probes.guard import Guard
+
+__all__ = ["Stage", "fault_phase", "plain_phase"]
+
+_FAULTY_TEMPERATURE = 0.7
+_MARKER_SECONDS = 30.0
+
+
+@dataclass(kw_only=True)
+class Stage:
+    """What all phases share.  ``tick(name, done, of)`` is called after each step."""
+
+    daemon: Daemon
+    prometheus: Prometheus | None
+    model: Path
+    work: Path
+    contract: Path
+    tick: Callable[[str, int, int], None]
+
+    def windows(self, run: str) -> list[dict[str, Any]]:
+        """The windows the daemon judged of a run, oldest first."""
+        answer: list[dict[str, Any]] = get_json(f"{self.daemon.url}/api/v1/runs/{run}/windows")["windows"]
+        return answer
+
+    def wait_windows(self, run: str, count: int, seconds: float = 15.0) -> list[dict[str, Any]]:
+        """Wait until the daemon has judged ``count`` windows; gives what there is when the time is up."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and len(self.windows(run)) < count:
+            time.sleep(0.1)
+        return self.windows(run)
+
+    def marker(self, run: str) -> HaltMarker | None:
+        return HaltMarker.read(self.daemon.state.run(run).path)
+
+    def job(self, run: str, layout: Layout, **more: Any) -> Job:
+        return Job(
+            run=run, layout=layout, model=self.model, work=self.work, state_dir=self.daemon.state.path, **more
+        )
+
+
+def plain_phase(
+    stage: Stage, name: str, layout: Layout, *, steps: int, contract: Path | None, regime: str
+) -> PhaseResult:
+    """Run a job for ``steps`` watched steps; a native job makes as many unwatched ones in between, to price the watching."""
+    result = PhaseResult(name=name, layout=str(layout))
+    run = f"demo-{name}"
+    native = contract is None
+    total = 2 * steps if native else steps
+    with stage.job(run, layout, contract=contract, regime=regime) as job:
+        try:
+            for step in range(total):
+                result.steps.append(job.step(step, watched=not native or step % 2 == 0))
+                stage.tick(name, step + 1, total)
+        except Halted as halted:
+            result.lines.append(f"halted at step {halted.step}: {halted.text}")
+        result.windows = stage.wait_windows(run, steps)
+    marker = stage.marker(run)
+    result.verdict, result.cause = outcome_of(stage, run, marker)
+    return result
+
+
+def outcome_of(stage: Stage, run: str, marker: HaltMarker | None) -> tuple[str, str]:
+    """The run's verdict and cause: the marker's where there is one, else the daemon's last."""
+    if marker is not None:
+        return marker.verdict, f"{marker.rule}: {marker.cause}"
+    said = stage.daemon.run(run)
+    return str(said["verdict"]), str(said.get("cause") or "")
+
+
+def fault_phase(stage: Stage, fault: Fault, layout: Layout, *, steps: int, regime: str) -> PhaseResult:
+    """Run a healthy job under the contract, plant the fault after half of the steps, and show how it ends.
+
+    The steps that began after the verdict are counted, a restart is tried while the marker lies there, and the run is cleared.
+    Raises IsoExecError when the fault ends in another verdict than its own: the demo does not pass over that.
+    """
+    result = PhaseResult(name=f"fault {fault.name}", layout=str(layout))
+    run = f"demo-fault-{fault.name}"
+    folder = stage.work / run
+    folder.mkdir(parents=True, exist_ok=True)
+    contract = stage.contract
+    if fault.name == "topology":
+        contract = edited_contract(
+            contract, folder / "contract.yaml", {"claims.topology.trainer.TP": {"pinned": layout.trainer_tp}}
+        )
+    engine_contract = None
+    if fault.name == "digest":
+        engine_contract = edited_contract(
+            contract,
+            folder / "engine-contract.yaml",
+            {"composition.region=attention.constants.kv_segment": 64},
+        )
+    policy = "fail_closed" if fault.name == "daemon-killed" else "fail_open"
+    settings = ProbeSettings(run=run, state_dir=stage.daemon.state.path, regime=regime, policy=policy)
+    job = stage.job(
+        run, layout, contract=contract, engine_contract=engine_contract, regime=regime, policy=policy
+    )
+    try:
+        with job:
+            _run_until_halted(stage, job, fault, result, steps)
+            if fault.name != "daemon-killed":
+                result.windows = stage.windows(run)
+            if fault.alert is not None and stage.prometheus is not None:
+                firing = stage.prometheus.wait_firing(fault.alert)
+                result.lines.append(f"Prometheus: {fault.alert} is {'firing' if firing else 'NOT firing'}")
+    except RemoteError as error:
+        if error.kind != HandshakeError.__name__:
+            raise
+        result.lines.append(f"refused before a token was sampled: {error.text}")
+        if fault.alert is not None and stage.prometheus is not None:
+            firing = stage.prometheus.wait_firing(fault.alert)
+            result.lines.append(f"Prometheus: {fault.alert} is {'firing' if firing else 'NOT firing'}")
+    marker = _await_marker(stage, run)
+    result.verdict, result.cause = marker.verdict, f"{marker.rule}: {marker.cause}"
+    after = sum(start > marker.time for start in job.train_starts)
+    result.lines.append(f"steps begun after the verdict: {after}")
+    result.lines.append(f"checkpoint before the halt: {len(job.checkpoints())} files")
+    if fault.name == "daemon-killed":
+        stage.daemon.restart()
+    result.lines += _restart_lines(settings)
+    if marker.rule not in fault.rules or marker.verdict != fault.outcome or after:
+        raise IsoExecError(
+            f"fault {fault.name}: wanted {fault.outcome} by {' or '.join(fault.rules)} and no step after it, found "
+            f"{marker.verdict} by {marker.rule} ({marker.cause}) and {after} steps"
+        )
+    return result
+
+
+def _run_until_halted(stage: Stage, job: Job, fault: Fault, result: PhaseResult, steps: int) -> None:
+    at = steps // 2
+    # a silent probe is found by its age, a dead daemon by its lease: these go on until the guard ends them
+    patience = steps + 40
+    try:
+        for step in range(patience):
+            planted = step == at
+            temperature = 1.0
+            load = True
+            before_sync: Callable[[], object] | None = None
+            if planted:
+                result.lines.append(f"step {step}: {fault.what}")
+            if step >= at and fault.name == "temperature":
+                temperature = _FAULTY_TEMPERATURE
+            elif planted and fault.name == "topology":
+                before_sync = lambda: [t.call("rebuild_groups") for t in job.trainers]  # noqa: E731
+            elif planted and fault.name == "kernel":
+                before_sync = lambda: job.engine.call("replace_norm")  # noqa: E731
+            elif planted and fault.name == "stale-weights":
+                load = False
+            elif planted and fault.name == "silence":
+                job.engine.call("silence")
+            elif planted and fault.name == "daemon-killed":
+                stage.daemon.kill()
+            result.steps.append(
+                job.step(
+                    step,
+                    temperature=temperature,
+                    before_sync=before_sync,
+                    load=load,
+                    rescore=0 if temperature != 1.0 else 8,
+                )
+            )
+            stage.tick(result.name, min(step + 1, steps), steps)
+    except Halted as halted:
+        result.lines.append(f"halted at the boundary of step {halted.step}, on every rank: {halted.text}")
+        return
+    raise IsoExecError(f"fault {fault.name}: the job ran {patience} steps and nobody halted it")
+
+
+def _await_marker(stage: Stage, run: str) -> HaltMarker:
+    deadline = time.monotonic() + _MARKER_SECONDS
+    while time.monotonic() < deadline:
+        marker = stage.marker(run)
+        if marker is not None:
+            return marker
+        time.sleep(0.1)
+    raise ServiceError(f"run {run} has no halt marker after {_MARKER_SECONDS:.0f} s")
+
+
+def _restart_lines(settings: ProbeSettings) -> list[str]:
+    """What a restart of the run meets before and after ``isoexec clear``."""
+    lines = []
+    for when in ("before", "after"):
+        client = Client(settings, "driver")
+        try:
+            client.connect()
+            Guard(settings)
+            lines.append(f"restart {when} `isoexec clear`: starts")
+        except (HaltedError, HandshakeError) as error:
+            lines.append(f"restart {when} `isoexec clear`: refused ({type(error).__name__})")
+        finally:
+            client.close()
+        if when == "before":
+            done = subprocess.run(
+                [sys.executable, "-P", "-m", "isoexec.contracts.main", "clear", settings.run],
+                capture_output=True,
+                text=True,
+                check=False,
+                env={**os.environ, "ISOEXEC_STATE_DIR": str(settings.state_dir)},
+            )
+            lines.append(done.stdout.strip() or done.stderr.strip())
+    return lines
