@@ -155,7 +155,7 @@ class _Builder:
 
     def _error(self, event: yaml.Event, keys: Keys, problem: str, fix: str) -> ContractError:
         place = Place(path=self.path, keys=keys)
-        line = event.start_mark.line + 1
+        line = _span(event).line
         return ContractError(problem, path=self.path, line=line, field=place.dotted, fix=fix)
 
     def _node(self, event: yaml.NodeEvent) -> None:
@@ -171,9 +171,7 @@ class _Builder:
         if is_key:
             self._key(event, top)
             return
-        self.spans[keys] = Span(
-            line=event.start_mark.line + 1, start=event.start_mark.index, end=event.end_mark.index
-        )
+        self.spans[keys] = _span(event)
         if isinstance(event, yaml.ScalarEvent):
             self._place(top, self._scalar(event, keys))
             return
@@ -223,7 +221,7 @@ class _Builder:
             raise self._error(
                 event, keys, f"raw float {text}", f'quote it ("{text}") or give the bit pattern as text'
             )
-        tag = _RESOLVER.resolve(yaml.ScalarNode, text, (True, False))
+        tag: str = _RESOLVER.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
         if tag != "tag:yaml.org,2002:str" or _NUMBER_LIKE.fullmatch(text):
             raise self._error(
                 event, keys, f"{text!r} means different things to different YAML readers", "quote it, or use "
@@ -237,4 +235,11 @@ class _Builder:
         return int(text)
 
 
-_RESOLVER = yaml.resolver.Resolver()  # type: ignore[no-untyped-call]
+def _span(event: yaml.Event) -> Span:
+    start, end = event.start_mark, event.end_mark
+    if start is None or end is None:  # the stream's own events have none
+        return Span(line=1, start=0, end=0)
+    return Span(line=start.line + 1, start=start.index, end=end.index)
+
+
+_RESOLVER = yaml.resolver.Resolver()
