@@ -79,7 +79,7 @@ class Run:
     started: float = field(default_factory=time.time)
     touched: float = 0.0
     processes: dict[str, Process] = field(default_factory=dict)
-    refused: dict[str, tuple[FieldDifference, ...]] = field(default_factory=dict)
+    refused: dict[tuple[str, str, int], tuple[FieldDifference, ...]] = field(default_factory=dict)
     weights: WeightLedger = field(default_factory=WeightLedger)
     said: dict[tuple[str, str], float] = field(default_factory=dict)  # (role, type) -> monotonic
     halted: bool = False
@@ -117,10 +117,11 @@ class Run:
         """Compare a process with the run and let it in if it agrees; keep the difference if not."""
         reference = None if hello.source == self.reference.source else self.reference
         agreement = agree(reference, hello)
+        place = (hello.role, hello.replica, hello.rank)
         if not agreement.accepted:
-            self.refused[hello.source] = agreement.fields
+            self.refused[place] = agreement.fields
             return agreement
-        self.refused.pop(hello.source, None)
+        self.refused.pop(place, None)
         old = self.processes.get(hello.source)
         process = Process(hello=hello, since=now, agreement=agreement, seen=now)
         if old is not None and hello.seq > old.last_seq:
@@ -179,7 +180,7 @@ class Run:
                 for role in _SIDES
                 if version >= 0
             )
-        return self.builder.due(now, weights_awaited=waiting)
+        return self.builder.due(now, weights_awaited=waiting, final=self.over)
 
     def findings(self) -> Findings:
         """Compare the latest attestations of the processes that are still there with the contract."""
@@ -226,15 +227,15 @@ class Run:
             named = process.hello.identities
             if attested is None or named is None:
                 continue
-            for name in ("semantic", "numerical_policy"):
-                if attested.get(name) != named.get(name):
-                    rows.append(
-                        FieldDifference(
-                            path=f"identities.{name} ({process.source}, attested / at hello)",
-                            engine=attested.get(name),
-                            trainer=named.get(name),
-                        )
-                    )
+            rows.extend(
+                FieldDifference(
+                    path=f"identities.{name} ({process.source}, attested / at hello)",
+                    engine=attested.get(name),
+                    trainer=named.get(name),
+                )
+                for name in ("semantic", "numerical_policy")
+                if attested.get(name) != named.get(name)
+            )
         return tuple(rows)
 
     def _age(self, role: str, what: str, now: float) -> float | None:

@@ -125,18 +125,19 @@ class StepBuilder:
         """Say that nothing more will come."""
         self._finish_before(1 << 62, now)
 
-    def due(self, now: float, *, weights_awaited: bool = False) -> StepState | None:
+    def due(self, now: float, *, weights_awaited: bool = False, final: bool = False) -> StepState | None:
         """Give the first step that can be judged now, or None.
 
         A finished step is due once both sides are there, no token waits and all is quiet, or `settle_seconds`
-        later; with a side missing, `window_seconds` later. A step that nobody finishes is due when nothing came for so long.
+        later; with a side missing, `window_seconds` later, unless the run is over (`final`). A step that nobody finishes is due when nothing came for so long.
         """
         while self.open:
             state = self.open[min(self.open)]
             # every sequence of it was trained under another step's number: that window has judged them
             if state.finished is None or state.reported or "trainer" in state.roles or not state.cases:
                 break
-            if state.unpaired or self.pairing.waiting(state.step):
+            # at the end of a run, what was generated and never trained claims nothing
+            if not final and (state.unpaired or self.pairing.waiting(state.step)):
                 break
             del self.open[state.step]
         if not self.open:
@@ -144,6 +145,8 @@ class StepBuilder:
         if state.finished is None:
             return state if now - state.touched >= self._config.window_seconds else None
         age = now - state.finished
+        if final and age >= self._config.settle_seconds:
+            return state
         if {"engine", "trainer"} <= state.roles:
             settled = (
                 now - state.touched >= self._config.quiet_seconds

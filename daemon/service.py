@@ -1,0 +1,541 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The daemon itself: runs by name, messages in, windows judged, leases kept, everything journaled."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import fcntl
+import json
+import os
+import signal
+import sqlite3
+import time
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import structlog
+
+from isoexec.contracts.errors import IsoExecError, WireError
+from isoexec.contracts.halting import HaltMarker, LeaseState, StateDirectory
+from isoexec.contracts.measures import LABEL_VALUES, PHASES, TRAIN_VALUES
+from isoexec.contracts.schema import Contract
+from isoexec.contracts.verdict import Verdict, guard_state, overall
+from isoexec.contracts.window import REGIMES, Window
+from isoexec.contracts.wire import Attestation, Bye, Hello, Message, Probe, Step, Weights, Welcome, listen
+from isoexec.daemon.config import Config, ConfigError
+from isoexec.daemon.halt import LeaseKeeper, ProcessHandle, escalate
+from isoexec.daemon.handshake import agree
+from isoexec.daemon.ingest import Connection, Ingest
+from isoexec.daemon.journal import Journal
+from isoexec.daemon.judge import Judge, claim_outcomes, lease_state, marker_of, rules_for
+from isoexec.daemon.metrics import Metrics
+from isoexec.daemon.runs import Run
+from isoexec.daemon.store import write_samples
+from isoexec.daemon.verify import Findings
+from isoexec.daemon.window import StepBuilder, StepState
+
+__all__ = ["Service", "package_version"]
+
+_log = structlog.get_logger("isoexec.daemon")
+
+_TICK_SECONDS = 0.05
+_MARKER_SECONDS = 1.0
+
+
+def package_version() -> str:
+    try:
+        return version("isoexec")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+class Service:
+    """One per state directory. Everything here runs on one event loop."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.state = StateDirectory(config.state_dir).make()
+        self._lock = self._take_lock()
+        self.started = time.time()
+        # a rules file that cannot be read stops the start, not the first run
+        rules_for(REGIMES[0], config.rules)
+        self.journal = Journal.create(self.state.journal)
+        self.metrics = Metrics(version=package_version())
+        self.keeper = LeaseKeeper(self.state)
+        self.runs: dict[str, Run] = {}
+        self.ingest = Ingest(process=self.process, lost=self.lost, malformed=self.malformed)
+        self.ready = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._markers_at = 0.0
+        self.metrics.before_scrape(self._measure)
+
+    def _take_lock(self) -> int:
+        descriptor = os.open(self.state.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise ConfigError(
+                f"{self.state.path}: another daemon has this state directory; stop it, or choose --state-dir"
+            ) from error
+        return descriptor
+
+    async def start(self) -> None:
+        await self.ingest.start(listen(self.state.path))
+        self.keeper.beat()
+        self.keeper.start()
+        self._spawn(self._ticks())
+        self.ready = True
+
+    def note(self, http: str | None) -> None:
+        """Write down where this daemon is found."""
+        draft = self.state.path / ".daemon.json"
+        found = {"pid": os.getpid(), "http": http, "version": package_version(), "started": self.started}
+        draft.write_text(json.dumps(found, sort_keys=True) + "\n", encoding="utf-8")
+        draft.replace(self.state.daemon)
+
+    async def close(self) -> None:
+        """Take what was sent, judge what is complete, leave the leases to run out."""
+        self.ready = False
+        with suppress(TimeoutError):
+            await self.ingest.close()
+        self._judge_due(time.monotonic())
+        for task in list(self._tasks):
+            task.cancel()
+        self.keeper.close()
+        self.journal.close()
+        self.state.daemon.unlink(missing_ok=True)
+        self.state.socket.unlink(missing_ok=True)
+        os.close(self._lock)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("task failed", error=repr(task.exception()))
+
+    async def _ticks(self) -> None:
+        while True:
+            now = time.monotonic()
+            self.keeper.beat()
+            try:
+                self._judge_due(now)
+                if now - self._markers_at >= _MARKER_SECONDS:
+                    self._markers_at = now
+                    self._look_at_markers()
+                    self._forget(now)
+            except Exception:
+                # the watch goes on; a run whose window fails has no verdict, and its age shows it
+                _log.exception("tick failed")
+            await asyncio.sleep(_TICK_SECONDS)
+
+    # messages
+
+    def malformed(self, connection: Connection, error: WireError) -> None:
+        self.metrics.add("decode_errors", 1.0)
+        _log.warning("connection closed", pid=connection.pid, source=connection.source, error=str(error))
+
+    def lost(self, connection: Connection) -> None:
+        """Note that a stream ended."""
+        run = self.runs.get(connection.run or "")
+        process = run.processes.get(connection.source) if run else None
+        if process is not None:
+            process.connected = False
+
+    def process(self, connection: Connection, message: Message) -> None:
+        """Take one message. Raises WireError where it has no place on its connection."""
+        start = time.thread_time()
+        if isinstance(message, Hello):
+            self._greet(connection, message)
+        elif isinstance(message, Welcome):
+            raise WireError("welcome is the daemon's to send")
+        elif message.run != connection.run:
+            raise WireError(f"wanted run {connection.run}, as in hello, found {message.run}")
+        elif run := self.runs.get(message.run):
+            self._take(run, connection, message)
+        self.metrics.add("ingest_seconds", time.thread_time() - start)
+
+    def _greet(self, connection: Connection, hello: Hello) -> None:
+        try:
+            welcome = self._answer(connection, hello)
+        except IsoExecError as error:
+            welcome = _refusal(hello, str(error))
+        if not welcome.accepted:
+            _log.warning("hello refused", run=hello.run, source=hello.source, reason=welcome.message)
+        connection.answer(welcome)
+
+    def _answer(self, connection: Connection, hello: Hello) -> Welcome:
+        directory = self.state.run(hello.run)
+        if hello.role not in LABEL_VALUES["role"]:
+            return _refusal(hello, f"role {hello.role} does not say hello")
+        if hello.regime not in REGIMES:
+            return _refusal(
+                hello, f"unknown regime {hello.regime!r}: set ISOEXEC_REGIME to one of {', '.join(REGIMES)}"
+            )
+        marker = HaltMarker.read(directory.path)
+        if marker is not None:
+            return _refusal(hello, str(marker))
+        now = time.monotonic()
+        run = self.runs.get(hello.run)
+        if run is not None and hello.source not in run.processes and not run.connected and run.processes:
+            # whoever was there is gone: this is the job's next start
+            self._finish(run)
+            run = None
+        if run is None:
+            alone = agree(None, hello)
+            if not alone.accepted:
+                return _refusal(hello, alone.message, alone.differences)
+            run = self._begin(hello)
+        agreement = run.greet(hello, now)
+        if not agreement.accepted:
+            return _refusal(hello, agreement.message, agreement.differences)
+        process = run.processes[hello.source]
+        process.handle = ProcessHandle.open(connection.pid)
+        connection.run, connection.source = hello.run, hello.source
+        self._count(run, connection, hello)
+        _log.info("hello", run=hello.run, role=hello.role, source=hello.source, regime=hello.regime)
+        return Welcome(
+            run=hello.run,
+            role="daemon",
+            source=f"daemon:{os.getpid()}",
+            time=time.time(),
+            accepted=True,
+            message=agreement.message,
+        )
+
+    def _begin(self, hello: Hello) -> Run:
+        if len(self.runs) >= self.config.max_runs and not self._make_room():
+            self.metrics.add("runs_refused", 1.0)
+            raise ConfigError(f"the daemon watches {self.config.max_runs} runs at most; raise max_runs")
+        contract = Contract.from_dict(hello.contract) if hello.contract is not None else None
+        judge = Judge(rules_for(hello.regime, self.config.rules))
+        builder = StepBuilder(
+            self.config, pending_tokens=max(self.config.pending_tokens // max(len(self.runs) + 1, 1), 1)
+        )
+        session = self._resume(hello, judge, builder)
+        if session is None:
+            session = self.journal.start_run(
+                hello.run,
+                regime=hello.regime,
+                monitor_only=contract is None,
+                policy=hello.policy,
+                data={
+                    "contract": hello.contract,
+                    "identities": hello.identities,
+                    "rules": [rule.to_dict() for rule in judge.rules],
+                },
+            )
+        run = Run(
+            name=hello.run,
+            config=self.config,
+            reference=hello,
+            contract=contract,
+            judge=judge,
+            session=session,
+            builder=builder,
+            touched=time.monotonic(),
+        )
+        self.runs[hello.run] = run
+        self.metrics.start_run(
+            hello.run, regime=hello.regime, monitor_only=contract is None, policy=hello.policy
+        )
+        self.metrics.start_rules(
+            hello.run, [rule.name for rule in judge.rules if rule.applies_to(hello.regime)]
+        )
+        if contract is not None:
+            for role in ("engine", "trainer"):
+                for region in contract.regions:
+                    self.metrics.set("region_breaks", 0.0, run=hello.run, role=role, region=region)
+        self.keeper.set(hello.run, LeaseState.OK, run.policy, cause="no window judged yet")
+        return run
+
+    def _resume(self, hello: Hello, judge: Judge, builder: StepBuilder) -> int | None:
+        """Go on with the session that a daemon before this one left open, its history replayed."""
+        found = self.journal.open_session(hello.run)
+        if found is None or hello.run in self.runs or found[1] < time.time() - self.config.run_ttl_seconds:
+            return None
+        session = found[0]
+        rows = self.journal.windows(hello.run, session=session, limit=64)
+        for row in rows:
+            window = Window.from_dict(row["window"])
+            judge.judge(window)
+            builder.closed = max(builder.closed, window.step)
+        _log.info("session resumed", run=hello.run, windows=len(rows))
+        return session
+
+    def _count(self, run: Run, connection: Connection, message: Message) -> None:
+        role = message.role if message.role in LABEL_VALUES["role"] else "driver"
+        self.metrics.add("messages_received", 1.0, run=run.name, role=role, type=message.TYPE)
+        self.metrics.add("received_bytes", connection.bytes_read, run=run.name, role=role)
+        connection.bytes_read = 0
+        self.metrics.set("last_message_timestamp_seconds", time.time(), run=run.name, role=role)
+
+    def _take(self, run: Run, connection: Connection, message: Message) -> None:
+        now = time.monotonic()
+        process = run.processes.get(message.source)
+        before = process.probe if process else None
+        if process is None:
+            raise WireError(f"{message.source} has not said hello to run {run.name}")
+        self._count(run, connection, message)
+        if isinstance(message, Bye):
+            process.count(message)
+            run.bye(message.source, now)
+            if run.over:
+                _log.info("run over", run=run.name)
+            return
+        run.take(message, now)
+        if isinstance(message, Step):
+            self._step(run, message)
+        elif isinstance(message, Attestation):
+            self.journal.add_attestation(run.name, message.source, message.header())
+            self._regions(run)
+        elif isinstance(message, Probe):
+            self._probe(run, before, message)
+        version_of = getattr(message, "weight_version", -1)
+        if version_of >= 0 and not isinstance(message, Step | Weights):
+            self.metrics.set("weight_version", version_of, run=run.name, role=message.role)
+
+    def _step(self, run: Run, message: Step) -> None:
+        name = run.name
+        if message.step > run.last_step:
+            run.last_step = message.step
+            run.step_seconds.clear()
+            run.phases_done.clear()
+            self.metrics.set("step", message.step, run=name)
+            self.metrics.add("steps", 1.0, run=name)
+        fresh = {
+            phase: seconds
+            for phase, seconds in message.seconds.items()
+            if phase in PHASES
+            and message.step == run.last_step
+            and (message.step, phase) not in run.phases_done
+        }
+        for phase, seconds in fresh.items():
+            # every rank may report a phase: the first one counts
+            run.phases_done.add((message.step, phase))
+            run.step_seconds[phase] = seconds
+            self.metrics.set("step_last_seconds", seconds, run=name, phase=phase)
+            self.metrics.add("step_seconds", max(seconds, 0.0), run=name, phase=phase)
+        if fresh and run.step_seconds.get("step", 0.0) > 0 and "probe" in run.step_seconds:
+            ratio = run.step_seconds["probe"] / run.step_seconds["step"]
+            self.metrics.set("overhead_ratio", ratio, run=name)
+        for key, value in message.values.items():
+            if key in TRAIN_VALUES:
+                self.metrics.set("train_value", value, run=name, value=key)
+        if fresh or message.values:
+            values = {
+                key: value if abs(value) < float("inf") else str(value)
+                for key, value in message.values.items()
+            }
+            self.journal.add_step(
+                name, message.step, {"seconds": dict(fresh), "values": values, "source": message.source}
+            )
+
+    def _probe(self, run: Run, before: Probe | None, message: Probe) -> None:
+        sent, seconds = message.sent, message.probe_seconds
+        if before is not None:
+            sent, seconds = sent - before.sent, seconds - before.probe_seconds
+        self.metrics.add("messages_sent", max(sent, 0), run=run.name, role=message.role)
+        self.metrics.add("probe_seconds", max(seconds, 0.0), run=run.name, role=message.role)
+
+    def _regions(self, run: Run) -> None:
+        if run.contract is not None:
+            self._region_metrics(run, run.findings())
+
+    def _region_metrics(self, run: Run, findings: Findings) -> None:
+        if run.contract is None:
+            return
+        broken: dict[tuple[str, str], set[str]] = {}
+        for one in findings.regions:
+            broken.setdefault((one.role, one.region), set()).add(one.source)
+        for role in ("engine", "trainer"):
+            for region in run.contract.regions:
+                count = len(broken.get((role, region), ()))
+                self.metrics.set("region_breaks", count, run=run.name, role=role, region=region)
+
+    # judging
+
+    def _judge_due(self, now: float) -> None:
+        for run in list(self.runs.values()):
+            while (state := run.due(now)) is not None:
+                self._judge(run, run.builder.close(state, now), now)
+            if run.silent_too_long(now):
+                self._judge(run, None, now)
+            if run.over and not run.builder.open and run.session >= 0:
+                self._finish(run)
+
+    def _judge(self, run: Run, state: StepState | None, now: float) -> None:
+        start = time.thread_time()
+        dropped = run.dropped_reported
+        window, findings = run.window(state, now)
+        verdicts = run.judge.judge(window)
+        key = 0
+        try:
+            key = self.journal.add_window(run.session, window, verdicts)
+        except sqlite3.Error as error:
+            # a full disk must not keep a broken run going: act first, shout here
+            _log.critical("journal failed", run=run.name, error=str(error))
+        self._act(run, window, verdicts)
+        self._show(run, state, window, verdicts, run.dropped_reported - dropped)
+        self._region_metrics(run, findings)
+        self.metrics.add("evaluate_seconds", time.thread_time() - start)
+        if state is not None:
+            self._spawn(
+                asyncio.to_thread(
+                    write_samples,
+                    self.state.run(run.name).path / "samples",
+                    window.step,
+                    key,
+                    state.samples.arrays(),
+                    keep=self.config.sample_windows,
+                )
+            )
+
+    def _act(self, run: Run, window: Window, verdicts: list[Verdict]) -> None:
+        worst = overall(verdicts)
+        said = worst.message if worst is not None and worst.action != "none" else ""
+        if run.halted:
+            return
+        if any(verdict.action == "halt" for verdict in verdicts):
+            self._halt(run, window, verdicts)
+            return
+        state = lease_state(verdicts)
+        rule = worst.rule if worst is not None and said else ""
+        self.keeper.set(run.name, state, run.policy, step=window.step, rule=rule, cause=said)
+        level = _log.info if state is LeaseState.OK else _log.warning
+        level("window", run=run.name, step=window.step, state=state.name.lower(), rule=rule, message=said)
+
+    def _halt(self, run: Run, window: Window, verdicts: list[Verdict]) -> None:
+        marker = marker_of(window, verdicts)
+        # marker, then lease: no restart may find the one without the other
+        self.keeper.halt(marker, run.policy)
+        run.halted = True
+        self.metrics.add("halts", 1.0, run=run.name)
+        self.metrics.set("halted", 1.0, run=run.name)
+        self.metrics.state("guard_state", "halt", run=run.name)
+        self._record(run.name, window.step, "halt", dataclasses.asdict(marker))
+        _log.critical("halt", run=run.name, step=window.step, rule=marker.rule, cause=marker.cause)
+        if self.config.escalation.enabled:
+            self._spawn(self._escalate(run, window.step))
+
+    async def _escalate(self, run: Run, step: int) -> None:
+        def record(stage: str, pids: list[int]) -> None:
+            _log.warning("escalation", run=run.name, stage=stage, pids=pids)
+            self._record(run.name, step, stage, {"pids": pids})
+
+        await escalate(
+            lambda: [p.handle for p in run.processes.values() if p.handle is not None],
+            self.config.escalation,
+            record,
+        )
+
+    def _record(self, run: str, step: int, action: str, data: dict[str, Any]) -> None:
+        try:
+            self.journal.add_action(run, step, action, data)
+        except sqlite3.Error as error:
+            _log.critical("journal failed", run=run, error=str(error))
+
+    def _show(
+        self,
+        run: Run,
+        state: StepState | None,
+        window: Window,
+        verdicts: list[Verdict],
+        dropped: int,
+    ) -> None:
+        name, metrics = run.name, self.metrics
+        for stats, total in state.stats() if state else ():
+            metrics.pair(name, stats, total)
+        for role, tokens in (state.unpaired if state else {}).items():
+            metrics.add("tokens_unpaired", tokens, run=name, role=role)
+        # a drop is known as a number, not by role, once several roles have gaps: it is shown where it is largest
+        if dropped:
+            loser = max(run.processes.values(), key=lambda process: process.lost)
+            metrics.add("messages_dropped", dropped, run=name, role=loser.role)
+        outcomes = {verdict.outcome for verdict in verdicts}
+        worst = next((one for one in ("violation", "unknown", "pass") if one in outcomes), "unknown")
+        metrics.state("verdict", worst, run=name)
+        for verdict in verdicts:
+            metrics.state("rule_outcome", verdict.outcome, run=name, rule=verdict.rule)
+            if verdict.action != "none":
+                metrics.add("decisions", 1.0, run=name, rule=verdict.rule, action=verdict.action)
+        for claim, outcome in claim_outcomes(window).items():
+            metrics.state("claim", outcome, run=name, claim=claim)
+        metrics.state("guard_state", "halt" if run.halted else guard_state(verdicts), run=name)
+        metrics.set("last_verdict_timestamp_seconds", time.time(), run=name)
+
+    def _measure(self) -> None:
+        self.metrics.set("queue_depth", self.ingest.depth)
+        self.metrics.set("connections", len(self.ingest.connections))
+        for run in self.runs.values():
+            for role in ("engine", "trainer"):
+                self.metrics.set("tokens_pending", run.builder.pairing.pending(role), run=run.name, role=role)
+
+    # the life of runs
+
+    def _look_at_markers(self) -> None:
+        """See markers that others wrote (a guard that failed closed) or cleared."""
+        for run in self.runs.values():
+            there = HaltMarker.read(self.state.run(run.name).path)
+            if there is not None and not run.halted:
+                run.halted = True
+                self.keeper.halt(there, run.policy)
+                self.metrics.add("halts", 1.0, run=run.name)
+                self.metrics.set("halted", 1.0, run=run.name)
+                self.metrics.state("guard_state", "halt", run=run.name)
+                self._record(run.name, there.step, "halt_seen", dataclasses.asdict(there))
+            elif there is None and run.halted:
+                # the processes that were told to stop stay told; the next start is a session of its own
+                self.metrics.set("halted", 0.0, run=run.name)
+
+    def _finish(self, run: Run) -> None:
+        """End a session: nothing more is judged; its series stay until they are too old."""
+        if run.session >= 0:
+            self.journal.end_run(run.session)
+            run.session = -1
+        self.keeper.release(run.name)
+        for process in run.processes.values():
+            if process.handle is not None:
+                process.handle.close()
+                process.handle = None
+
+    def _make_room(self) -> bool:
+        idle = [run for run in self.runs.values() if not run.connected]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda run: run.touched)
+        self._drop(oldest)
+        return True
+
+    def _forget(self, now: float) -> None:
+        for run in list(self.runs.values()):
+            if not run.connected and now - run.touched > self.config.run_ttl_seconds:
+                self._drop(run)
+
+    def _drop(self, run: Run) -> None:
+        self._finish(run)
+        self.metrics.end_run(run.name)
+        del self.runs[run.name]
+
+    def install_signals(self, stop: asyncio.Event) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+
+
+def _refusal(hello: Hello, message: str, differences: tuple[tuple[str, Any, Any], ...] = ()) -> Welcome:
+    return Welcome(
+        run=hello.run,
+        role="daemon",
+        source=f"daemon:{os.getpid()}",
+        time=time.time(),
+        accepted=False,
+        differences=differences,
+        message=message,
+    )
