@@ -15,7 +15,9 @@ def run(argv: Sequence[str]) -> int:
     """List the kernels and the digests of their sources."""
     parser = argparse.ArgumentParser(prog="isoexec kernels", description=run.__doc__)
     parser.add_argument(
-        "--pin", action="store_true", help="print arguments for `isoexec contract pin FILE` instead of a table"
+        "--pin",
+        action="store_true",
+        help="print arguments for `isoexec contract pin FILE` instead of a table",
     )
     args = parser.parse_args(argv)
     for name in sorted(FUNCTIONS):

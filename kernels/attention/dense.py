@@ -60,7 +60,8 @@ def _segments(x: Tensor, kv_segment: int) -> Tensor:
     x = x.to(torch.float32)
     if ns * kv_segment != s:
         x = F.pad(x, (0, 0, 0, 0, 0, ns * kv_segment - s))
-    return x.view(b, ns, kv_segment, KV, D).permute(1, 0, 3, 2, 4).reshape(ns, b * KV, kv_segment, D)
+    x = x.view(b, ns, kv_segment, KV, D).permute(1, 0, 3, 2, 4)
+    return x.reshape(ns, b * KV, kv_segment, D).contiguous()
 
 
 def _runs(tiles: int, per: int, s: int, kv_segment: int) -> Iterator[tuple[int, int, int]]:

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The registry: every name it gives exists, every kernel answers its canary as the specification does."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from isoexec.contracts.schema import Contract, library
+from isoexec.kernels import registry
+from isoexec.kernels.attention import attention_varlen
+from isoexec.kernels.canaries import fill
+from isoexec.kernels.domain import DomainError
+from isoexec.kernels.embedding import embedding
+from isoexec.kernels.grad_norm import exact_sq_sum
+from isoexec.kernels.linear import column_linear
+from isoexec.kernels.logprobs import token_logprobs
+from isoexec.kernels.rms_norm import rms_norm
+from isoexec.kernels.rope import rope
+from isoexec.kernels.silu_mul import silu_mul
+
+CONSTANTS = {
+    "embedding.lookup/1": {},
+    "rms_norm.tree/1": {"reduce": "halving_tree", "accumulate": "float32"},
+    "linear.chain/1": {"k_block": 64, "row_tile": 16, "accumulate": "float32", "boundary": "model"},
+    "rope.neox_fp32/1": {"table": "float64_to_float32", "length": 8192},
+    "attention.segments/1": {"kv_segment": 32, "query_tile": 16},
+    "silu_mul.exp/1": {},
+    "logprobs.leaves/1": {"vocab_leaves": 8},
+    "grad_norm.exact/1": {"bits": 62},
+}
+KERNELS = {
+    "embedding.lookup/1": embedding,
+    "rms_norm.tree/1": rms_norm,
+    "linear.chain/1": lambda x, w: column_linear(x, w, k_block=64),
+    "rope.neox_fp32/1": rope,
+    "attention.segments/1": lambda q, k, v, scale: attention_varlen(q, k, v, scale, kv_segment=32),
+    "silu_mul.exp/1": silu_mul,
+    "logprobs.leaves/1": lambda logits, target: token_logprobs(logits, target, vocab_leaves=8),
+    "grad_norm.exact/1": lambda tensors: exact_sq_sum(tensors),
+}
+
+
+GOLDEN = [-6325493, 6796182, 694299, -7419, 6751196, -1196485]
+
+
+def test_every_function_names_what_its_package_exports():
+    assert set(registry.FUNCTIONS) == set(CONSTANTS)
+    for name, function in registry.FUNCTIONS.items():
+        assert name == function.name
+        assert set(function.ops) == set(importlib.import_module(function.module).__all__)
+
+
+def test_the_shipped_contract_binds_these_functions_with_admitted_constants():
+    contract = Contract.load(library("qwen3-dense-cpu"))
+    names = {binding.function for binding in contract.composition}
+    assert names == set(registry.FUNCTIONS)
+    for binding in contract.composition:
+        registry.check_constants(binding.function, dict(binding.constants))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_every_kernel_answers_its_canary_as_the_specification_does(name, dtype):
+    found = registry.canary_digest(KERNELS[name], name, CONSTANTS[name], dtype=dtype)
+    assert found == registry.expected_digest(name, CONSTANTS[name], dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "stock"),
+    [
+        ("rms_norm.tree/1", lambda x, w, eps: torch.nn.functional.rms_norm(x, w.shape, w, eps)),
+        ("linear.chain/1", lambda x, w: torch.nn.functional.linear(x, w)),
+        ("silu_mul.exp/1", lambda gate, up: torch.nn.functional.silu(gate) * up),
+        (
+            "attention.segments/1",
+            lambda q, k, v, scale: torch.nn.functional.scaled_dot_product_attention(
+                *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, scale=scale, enable_gqa=True
+            ).transpose(1, 2),
+        ),
+        ("embedding.lookup/1", lambda ids, w: torch.nn.functional.embedding(ids, w)),
+        (
+            "logprobs.leaves/1",
+            lambda logits, target: torch.log_softmax(logits, -1).gather(-1, target.unsqueeze(-1)).squeeze(-1),
+        ),
+    ],
+)
+def test_a_stock_kernel_does_not_pass_for_the_contracts(name, stock):
+    expected = registry.expected_digest(name, CONSTANTS[name])
+    assert registry.canary_digest(stock, name, CONSTANTS[name]) != expected
+
+
+def test_a_canary_sees_another_constant():
+    narrow = {**CONSTANTS["attention.segments/1"], "kv_segment": 16}
+    name = "attention.segments/1"
+    assert registry.expected_digest(name, narrow) != registry.expected_digest(name, CONSTANTS[name])
+
+
+def test_a_canary_takes_the_sizes_of_the_bound_object():
+    sizes = {"heads": 8, "kv_heads": 1, "head_dim": 64}
+    inputs = registry.canary("attention.segments/1", {}, sizes=sizes)
+    assert inputs["q"].shape == (1, 75, 8, 64)
+    with pytest.raises(DomainError, match="layers"):
+        registry.canary("attention.segments/1", {}, sizes={"layers": 2})
+
+
+def test_canary_input_is_made_of_integers_and_never_changes():
+    torch.manual_seed(1)
+    x = fill(3, 2, salt=5)
+    torch.manual_seed(2)
+    assert x.tolist() == fill(3, 2, salt=5).tolist()
+    assert [round(v * 2**23) for v in x.view(-1).tolist()] == GOLDEN
+
+
+def test_a_source_digest_names_the_source_and_nothing_else(monkeypatch, tmp_path):
+    root = tmp_path / "elsewhere"
+    for folder in ("", "silu_mul"):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        for path in (registry._ROOT / folder).glob("*.py"):
+            (root / folder / path.name).write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    here = registry.source_digest("silu_mul.exp/1")
+    monkeypatch.setattr(registry, "_ROOT", root)
+    assert registry.source_digest.__wrapped__("silu_mul.exp/1") == here
+    (root / "silu_mul" / "ops.py").write_text("changed")
+    assert registry.source_digest.__wrapped__("silu_mul.exp/1") != here
+
+
+def test_no_two_functions_share_a_source_digest():
+    assert len({registry.source_digest(name) for name in registry.FUNCTIONS}) == len(registry.FUNCTIONS)
+
+
+def test_unknown_functions_and_constants_this_code_does_not_compute_with_are_refused():
+    with pytest.raises(DomainError, match=r"linear\.tree/1"):
+        registry.source_digest("linear.tree/1")
+    with pytest.raises(DomainError, match="row_tile 32"):
+        registry.check_constants("linear.chain/1", {**CONSTANTS["linear.chain/1"], "row_tile": 32})
+    with pytest.raises(DomainError, match="k_block"):
+        registry.check_constants(
+            "linear.chain/1", {"row_tile": 16, "accumulate": "float32", "boundary": "model"}
+        )
+    with pytest.raises(DomainError, match="leaves"):
+        registry.check_constants("silu_mul.exp/1", {"leaves": 4})
