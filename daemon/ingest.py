@@ -115,7 +115,7 @@ class Ingest:
                     self._process(connection, message)
             except WireError as error:
                 self._refuse(connection, error)
-            except Exception:
+            except Exception:  # noqa: BLE001
                 # one message must not stop the watch over every run; its sender is cut off, loudly
                 _log.exception(
                     "message failed", type=getattr(message, "TYPE", None), source=connection.source

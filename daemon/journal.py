@@ -26,6 +26,9 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs (
     id INTEGER PRIMARY KEY, run TEXT NOT NULL, started REAL NOT NULL, ended REAL, regime TEXT NOT NULL,
     monitor_only INTEGER NOT NULL, policy TEXT NOT NULL, data TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS processes (
+    session INTEGER NOT NULL, source TEXT NOT NULL, time REAL NOT NULL, data TEXT NOT NULL,
+    PRIMARY KEY (session, source));
 CREATE TABLE IF NOT EXISTS attestations (
     id INTEGER PRIMARY KEY, run TEXT NOT NULL, source TEXT NOT NULL, time REAL NOT NULL, data TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS windows (
@@ -125,6 +128,18 @@ class Journal:
         if row is None or row[2] is not None:
             return None
         return int(row[0]), float(row[3] or row[1])
+
+    def add_process(self, session: int, source: str, data: Mapping[str, Any]) -> None:
+        with self._transaction(durable=False) as database:
+            database.execute(
+                "INSERT OR REPLACE INTO processes (session, source, time, data) VALUES (?, ?, ?, ?)",
+                (session, source, time.time(), _dump(data)),
+            )
+
+    def processes(self, session: int) -> dict[str, dict[str, Any]]:
+        """Give the sources that were let into a session, by name."""
+        rows = self._database.execute("SELECT source, data FROM processes WHERE session = ?", (session,))
+        return {row[0]: json.loads(row[1]) for row in rows}
 
     def add_attestation(self, run: str, source: str, data: Mapping[str, Any]) -> None:
         with self._transaction(durable=False) as database:

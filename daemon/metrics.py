@@ -73,29 +73,29 @@ class Metrics(Collector):
                 raise MetricsError(f"{measure.name}: {label} cannot be {value!r}")
         return measure, tuple(labels[label] for label in wanted)
 
-    def add(self, name: str, amount: float, **labels: str) -> None:
+    def add(self, name: str, amount: float, /, **labels: str) -> None:
         """Raise a counter."""
         measure, key = self._place(name, labels)
         values = self._values[measure.name]
         values[key] = values.get(key, 0.0) + amount
 
-    def set(self, name: str, value: float, **labels: str) -> None:
+    def set(self, name: str, value: float, /, **labels: str) -> None:
         """Set a gauge, or an info to 1."""
         measure, key = self._place(name, labels)
         self._values[measure.name][key] = float(value)
 
-    def get(self, name: str, **labels: str) -> float | None:
+    def get(self, name: str, /, **labels: str) -> float | None:
         measure, key = self._place(name, labels)
         return self._values[measure.name].get(key)
 
-    def state(self, name: str, state: str, **labels: str) -> None:
+    def state(self, name: str, state: str, /, **labels: str) -> None:
         """Put a state set into one of its states; the others become 0."""
         measure = MEASURES[PREFIX + name]
         label = measure.labels[-1]
         for one in measure.states:
             self.set(name, float(one == state), **labels, **{label: one})
 
-    def observe(self, name: str, counts: Sequence[int], total: float, **labels: str) -> None:
+    def observe(self, name: str, counts: Sequence[int], total: float, /, **labels: str) -> None:
         """Add counts per bucket (and above the last) and their sum to a histogram."""
         measure, key = self._place(name, labels)
         held = self._histograms.setdefault(measure.name, {}).setdefault(

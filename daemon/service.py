@@ -130,8 +130,7 @@ class Service:
                     self._markers_at = now
                     self._look_at_markers()
                     self._forget(now)
-            except Exception:
-                # the watch goes on; a run whose window fails has no verdict, and its age shows it
+            except Exception:  # noqa: BLE001 - the watch over the other runs goes on
                 _log.exception("tick failed")
             await asyncio.sleep(_TICK_SECONDS)
 
@@ -198,6 +197,9 @@ class Service:
         process = run.processes[hello.source]
         process.handle = ProcessHandle.open(connection.pid)
         connection.run, connection.source = hello.run, hello.source
+        self.journal.add_process(
+            run.session, hello.source, {"role": hello.role, "versions": dict(hello.versions)}
+        )
         self._count(run, connection, hello)
         _log.info("hello", run=hello.run, role=hello.role, source=hello.source, regime=hello.regime)
         return Welcome(
@@ -261,6 +263,10 @@ class Service:
         if found is None or hello.run in self.runs or found[1] < time.time() - self.config.run_ttl_seconds:
             return None
         session = found[0]
+        if hello.source not in self.journal.processes(session):
+            # another start of the job under the same name
+            self.journal.end_run(session)
+            return None
         rows = self.journal.windows(hello.run, session=session, limit=64)
         for row in rows:
             window = Window.from_dict(row["window"])
@@ -363,12 +369,24 @@ class Service:
 
     def _judge_due(self, now: float) -> None:
         for run in list(self.runs.values()):
-            while (state := run.due(now)) is not None:
-                self._judge(run, run.builder.close(state, now), now)
-            if run.silent_too_long(now):
-                self._judge(run, None, now)
-            if run.over and not run.builder.open and run.session >= 0:
-                self._finish(run)
+            try:
+                self._judge_run(run, now)
+            except Exception:  # noqa: BLE001 - a window that cannot be judged is unknown, never passed over
+                _log.exception("judging failed", run=run.name)
+                self.keeper.set(
+                    run.name,
+                    LeaseState.HALT if run.halted else LeaseState.UNKNOWN,
+                    run.policy,
+                    cause="the daemon failed to judge a window; see its log",
+                )
+
+    def _judge_run(self, run: Run, now: float) -> None:
+        while (state := run.due(now)) is not None:
+            self._judge(run, run.builder.close(state, now), now)
+        if run.silent_too_long(now):
+            self._judge(run, None, now)
+        if run.over and not run.builder.open and run.session >= 0:
+            self._finish(run)
 
     def _judge(self, run: Run, state: StepState | None, now: float) -> None:
         start = time.thread_time()
@@ -378,7 +396,7 @@ class Service:
         key = 0
         try:
             key = self.journal.add_window(run.session, window, verdicts)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, ValueError, TypeError) as error:
             # a full disk must not keep a broken run going: act first, shout here
             _log.critical("journal failed", run=run.name, error=str(error))
         self._act(run, window, verdicts)
@@ -438,7 +456,7 @@ class Service:
     def _record(self, run: str, step: int, action: str, data: dict[str, Any]) -> None:
         try:
             self.journal.add_action(run, step, action, data)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, ValueError, TypeError) as error:
             _log.critical("journal failed", run=run, error=str(error))
 
     def _show(

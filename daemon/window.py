@@ -129,7 +129,8 @@ class StepBuilder:
         """Give the first step that can be judged now, or None.
 
         A finished step is due once both sides are there, no token waits and all is quiet, or `settle_seconds`
-        later; with a side missing, `window_seconds` later, unless the run is over (`final`). A step that nobody finishes is due when nothing came for so long.
+        later. With a side missing it is due `window_seconds` later, or sooner where the run is over (`final`). A
+        step that nobody finishes is due when nothing came for so long.
         """
         while self.open:
             state = self.open[min(self.open)]

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three commands: `isoexec daemon` watches, `isoexec status` tells, `isoexec check` judges a journal again."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from isoexec.contracts.errors import IsoExecError
+from isoexec.contracts.halting import StateDirectory, default_state_dir
+from isoexec.contracts.verdict import RuleHistory, Verdict, evaluate
+from isoexec.contracts.window import Window
+from isoexec.daemon.config import Config, ConfigError
+from isoexec.daemon.journal import Journal, JournalError
+from isoexec.daemon.judge import rules_for
+from isoexec.daemon.views import runs_view
+
+__all__ = ["check", "run", "status"]
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run the daemon until SIGTERM or SIGINT; 0 on a clean stop, 1 when it cannot start."""
+    parser = argparse.ArgumentParser(prog="isoexec daemon", description="Watch runs from beside the job.")
+    parser.add_argument("--state-dir", type=Path, default=None, help="default: ISOEXEC_STATE_DIR")
+    parser.add_argument(
+        "--http", default=None, metavar="HOST:PORT", help="default 127.0.0.1:9461; port 0: any"
+    )
+    parser.add_argument("--log", choices=("json", "console"), default=None)
+    parser.add_argument("--config", type=Path, default=None, help="YAML file of settings; flags win")
+    chosen = parser.parse_args(argv)
+    try:
+        host, port = _address(chosen.http)
+        config = Config.load(chosen.config, log=chosen.log, http_host=host, http_port=port, **_state(chosen))
+        _logging(config.log)
+        return asyncio.run(_serve(config))
+    except IsoExecError as error:
+        print(f"isoexec daemon: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"isoexec daemon: cannot start: {error}", file=sys.stderr)
+    return 1
+
+
+def _state(chosen: argparse.Namespace) -> dict[str, Any]:
+    if chosen.state_dir is not None:
+        return {"state_dir": chosen.state_dir}
+    # a settings file may name the directory; the environment is what is left
+    named = chosen.config is not None and "state_dir" in _settings(chosen.config)
+    return {} if named else {"state_dir": default_state_dir()}
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _address(text: str | None) -> tuple[str | None, int | None]:
+    if text is None:
+        return None, None
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"--http: wanted HOST:PORT, found {text!r}")
+    return host.strip("[]"), int(port)
+
+
+def _logging(form: str) -> None:
+    renderer: Any = (
+        structlog.processors.JSONRenderer()
+        if form == "json"
+        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    )
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info if form == "json" else _as_it_is,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
+
+
+def _as_it_is(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    return event
+
+
+async def _serve(config: Config) -> int:
+    # imported here: `status` and `check` need no web server
+    from isoexec.daemon.http import HttpServer, bind
+    from isoexec.daemon.service import Service
+
+    service = Service(config)
+    bound = bind(config.http_host, config.http_port)
+    host, port = bound.getsockname()[:2]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    server = HttpServer(service)
+    stop = asyncio.Event()
+    service.install_signals(stop)
+    await service.start()
+    service.note(address)
+    web = asyncio.create_task(server.run_on(bound))
+    print(f"isoexec daemon: {address}, state in {config.state_dir}", flush=True)
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({stopping, web}, return_when=asyncio.FIRST_COMPLETED)
+    failed = web.done()
+    server.stop()
+    await service.close()
+    await web
+    return 1 if failed else 0
+
+
+def status(argv: Sequence[str] | None = None) -> int:
+    """Tell how runs stand; 0 when none is halted or in violation, 1 when one is, 2 when there is nothing to read."""
+    parser = argparse.ArgumentParser(prog="isoexec status", description="Tell how runs stand.")
+    parser.add_argument("run", nargs="?", help="only this run")
+    parser.add_argument("--state-dir", type=Path, default=None, help="default: ISOEXEC_STATE_DIR")
+    parser.add_argument("--json", action="store_true")
+    chosen = parser.parse_args(argv)
+    state = StateDirectory(chosen.state_dir or default_state_dir())
+    rows = _ask(state)
+    alive = rows is not None
+    if rows is None:
+        try:
+            journal = Journal.open(state.journal)
+        except JournalError as error:
+            print(f"isoexec status: the daemon does not answer, and {error}", file=sys.stderr)
+            return 2
+        rows = runs_view(state, journal)
+        journal.close()
+    if chosen.run is not None:
+        rows = [row for row in rows if row["run"] == chosen.run]
+        if not rows:
+            print(f"isoexec status: no run {chosen.run!r} was ever watched here", file=sys.stderr)
+            return 2
+    if chosen.json:
+        print(json.dumps({"daemon": "alive" if alive else "dead", "runs": rows}, indent=1, sort_keys=True))
+    else:
+        _tell(state, rows, alive=alive)
+    bad = any(row["halted"] or row["outcome"] == "violation" for row in rows)
+    return 1 if bad else 0
+
+
+def _ask(state: StateDirectory) -> list[dict[str, Any]] | None:
+    """Give the runs as the daemon tells them; None where it does not answer."""
+    import http.client
+
+    try:
+        note = json.loads(state.daemon.read_text(encoding="utf-8"))
+        address = str(note["http"]).removeprefix("http://")
+        connection = http.client.HTTPConnection(address, timeout=3)
+        connection.request("GET", "/api/v1/runs")
+        answer = connection.getresponse()
+        body = json.loads(answer.read())
+        connection.close()
+        rows = body["runs"]
+    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
+        return None
+    return rows if isinstance(rows, list) else None
+
+
+def _tell(state: StateDirectory, rows: list[dict[str, Any]], *, alive: bool) -> None:
+    if not alive:
+        print(f"The daemon of {state.path} does not answer; this is what its journal and the markers say.")
+    if not rows:
+        print("No run has said hello yet.")
+    for row in rows:
+        standing = "HALTED" if row["halted"] else row["outcome"]
+        age = row.get("last_window")
+        when = f", last window {time.time() - age:.0f} s ago" if age else ""
+        mode = "monitor" if row.get("monitor_only") else "contract"
+        print(f"{row['run']}: {standing} ({row.get('regime', '?')}, {mode}, step {row.get('step')}{when})")
+        for pair in row.get("pairs", ()):
+            print(
+                f"  {pair['pair']}: {pair['bitwise_equal']} of {pair['tokens']} tokens have the same bits, "
+                f"mean abs d {float(pair['mean_abs_d']):.3g} nats, max {float(pair['max_abs_d']):.3g}"
+            )
+        for verdict in row.get("failing", ()):
+            print(f"  {verdict['outcome']}: {verdict['message']}")
+        if row["halted"]:
+            marker = row["marker"]
+            print(f"  halted at step {marker['step']} by {marker['rule']}: {marker['cause']}")
+            print(f"  isoexec clear {row['run']}  lets it start again")
+
+
+def check(argv: Sequence[str] | None = None) -> int:
+    """Judge the windows of a journal again; 0 all passed, 1 a violation, 3 unknown but no violation, 2 unreadable."""
+    parser = argparse.ArgumentParser(prog="isoexec check", description="Judge a journal again, offline.")
+    parser.add_argument("journal", type=Path)
+    parser.add_argument("--rules", type=Path, default=None, help="rules file; default: each regime's own")
+    parser.add_argument("--run", default=None, help="only this run")
+    parser.add_argument("--json", action="store_true", help="one verdict a line")
+    chosen = parser.parse_args(argv)
+    path = chosen.journal / "journal.sqlite" if chosen.journal.is_dir() else chosen.journal
+    outcomes: dict[str, int] = {"pass": 0, "violation": 0, "unknown": 0}
+    try:
+        journal = Journal.open(path)
+        windows = 0
+        for session, name in journal.sessions():
+            if chosen.run not in (None, name):
+                continue
+            history = RuleHistory()
+            for row in journal.windows(name, session=session, limit=1 << 40):
+                window = Window.from_dict(row["window"])
+                verdicts = evaluate(rules_for(window.regime, chosen.rules), window, history)
+                history = history.after(verdicts)
+                windows += 1
+                for verdict in verdicts:
+                    outcomes[verdict.outcome] += 1
+                    _print(name, verdict, as_json=chosen.json)
+        journal.close()
+    except IsoExecError as error:
+        print(f"isoexec check: {error}", file=sys.stderr)
+        return 2
+    if not windows:
+        print("isoexec check: there is no window to judge", file=sys.stderr)
+        return 2
+    if not chosen.json:
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+        print(f"{windows} windows: {counts}")
+    if outcomes["violation"]:
+        return 1
+    return 3 if outcomes["unknown"] else 0
+
+
+def _print(run: str, verdict: Verdict, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"run": run, **verdict.to_dict()}, sort_keys=True))
+    elif verdict.outcome != "pass":
+        print(f"{run} step {verdict.step}: {verdict.outcome} ({verdict.action}) {verdict.message}")
