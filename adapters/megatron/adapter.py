@@ -77,9 +77,9 @@ class MegatronAdapter:
                     found="neither",
                     fix="pass what exists: MegatronAdapter(model) or MegatronAdapter(groups=..., config=...)",
                 )
-            return topology_of(self._groups, bool(self._config.sequence_parallel))
+            return topology_of(self._groups, self._config)
         model = self._model
-        live = topology_of(model.pg_collection, bool(model.config.sequence_parallel))
+        live = topology_of(model.pg_collection, model.config)
         for slot in slots(model):
             group = getattr(slot.module, "tp_group", None)
             size = group.size() if group is not None else live["TP"]

@@ -76,21 +76,25 @@ def _slot(
     return Slot(region=region, path=prefix + path, owner=owner, name=name, wanted=wanted, group=group)
 
 
-def topology_of(groups: Any, sequence_parallel: bool) -> dict[str, int]:
-    """Axis -> live degree, from process groups; SP is 1 when off and the tensor-parallel degree when on."""
+def topology_of(groups: Any, config: Any) -> dict[str, int]:
+    """Axis -> live degree, from process groups; SP is 1 when off and the tensor-parallel degree when on.
+
+    A model without experts shards none, whatever size Megatron gives the expert groups it never uses.
+    """
 
     def size(name: str) -> int:
         group = getattr(groups, name, None)
         return group.size() if group is not None else 1
 
     tp = size("tp")
+    experts = config.num_moe_experts is not None
     return {
         "TP": tp,
-        "SP": tp if sequence_parallel else 1,
+        "SP": tp if config.sequence_parallel else 1,
         "PP": size("pp"),
         "CP": size("cp"),
-        "EP": size("ep"),
-        "ETP": size("expt_tp"),
+        "EP": size("ep") if experts else 1,
+        "ETP": size("expt_tp") if experts else 1,
         "DP": size("dp"),
     }
 

@@ -240,8 +240,8 @@ class Trainer:
         return self.step
 
     def _layout(self) -> dict[str, Any]:
-        sp = bool(self.model.config.sequence_parallel)
-        return {**topology_of(self.model.pg_collection, sp), "dtype": str(self.model.config.params_dtype)}
+        config = self.model.config
+        return {**topology_of(self.model.pg_collection, config), "dtype": str(config.params_dtype)}
 
 
 @dataclass(frozen=True, kw_only=True)
