@@ -26,7 +26,7 @@ from isoexec.contracts.errors import HandshakeError, WireError
 from isoexec.contracts.halting import default_state_dir
 from isoexec.contracts.schema import Contract
 
-__all__ = ["Client", "ClientStats", "ProbeSettings"]
+__all__ = ["Client", "ClientStats", "ProbeSettings", "connect"]
 
 _log = structlog.get_logger("isoexec.probes")
 _SELF_REPORT_SECONDS = 2.0
@@ -275,6 +275,13 @@ class Client:
             with contextlib.suppress(OSError):
                 self._socket.close()
             self._socket = None
+
+
+def connect(role: str, *, rank: int = 0, world: int = 1, replica: str = "") -> Client:
+    """A connected client of this job, by the ``ISOEXEC_*`` variables; raises as `Client.connect` does."""
+    client = Client(ProbeSettings.from_env(), role, rank=rank, world=world, replica=replica)
+    client.connect()
+    return client
 
 
 def identities(contract: Contract | None) -> dict[str, str] | None:
