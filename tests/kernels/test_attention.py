@@ -3,18 +3,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
+from torch import Tensor
 
 from isoexec.kernels.attention import PagedPlan, attention_paged, attention_varlen, naive
 from isoexec.kernels.canaries import fill
 from isoexec.kernels.domain import DomainError
 
+Differing = Callable[[Tensor, Tensor], int]
+
 DTYPES = [torch.float32, torch.bfloat16]
 SCALE = 32**-0.5
 
 
-def _qkv(b, s, H, KV, D, dtype):
+def _qkv(b: int, s: int, H: int, KV: int, D: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return (
         fill(b, s, H, D, salt=1, dtype=dtype, scale=4.0),
         fill(b, s, KV, D, salt=2, dtype=dtype, scale=4.0),
@@ -22,7 +27,11 @@ def _qkv(b, s, H, KV, D, dtype):
     )
 
 
-def _cache(k, v, block, seed):
+def _dense(qkv: Sequence[Tensor]) -> Tensor:
+    return attention_varlen(qkv[0], qkv[1], qkv[2], SCALE, kv_segment=32)
+
+
+def _cache(k: Tensor, v: Tensor, block: int, seed: int) -> tuple[Tensor, Tensor]:
     """A paged cache that holds k and v [b, s, KV, D] in shuffled blocks, with stale values in every other place."""
     b, s, KV, D = k.shape
     per = -(-s // block)
@@ -41,37 +50,43 @@ def _cache(k, v, block, seed):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("s", [1, 3, 17, 63, 100])
 @pytest.mark.parametrize(("H", "KV", "D"), [(4, 2, 32), (3, 1, 16), (5, 5, 64)])
-def test_dense_attention_has_the_bits_of_the_specification(differing, s, H, KV, D, dtype):
+def test_dense_attention_has_the_bits_of_the_specification(
+    differing: Differing, s: int, H: int, KV: int, D: int, dtype: torch.dtype
+) -> None:
     q, k, v = _qkv(2, s, H, KV, D, dtype)
     out = attention_varlen(q, k, v, SCALE, kv_segment=32)
     assert differing(out, naive.attention(q, k, v, SCALE, kv_segment=32)) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_sequence_has_the_same_bits_alone_padded_and_with_fewer_heads(differing, dtype):
+def test_a_sequence_has_the_same_bits_alone_padded_and_with_fewer_heads(
+    differing: Differing, dtype: torch.dtype
+) -> None:
     q, k, v = _qkv(3, 63, 4, 2, 32, dtype)
     whole = attention_varlen(q, k, v, SCALE, kv_segment=32)
     for i in range(3):
-        alone = attention_varlen(*(t[i : i + 1] for t in (q, k, v)), SCALE, kv_segment=32)
+        alone = _dense([t[i : i + 1] for t in (q, k, v)])
         assert differing(alone, whole[i : i + 1]) == 0
     for s in (1, 3, 17, 33):
-        short = attention_varlen(*(t[:, :s] for t in (q, k, v)), SCALE, kv_segment=32)
+        short = _dense([t[:, :s] for t in (q, k, v)])
         assert differing(short, whole[:, :s]) == 0
     padded = [torch.cat([t, fill(3, 70, *t.shape[2:], salt=9, dtype=dtype)], 1) for t in (q, k, v)]
-    assert differing(attention_varlen(*padded, SCALE, kv_segment=32)[:, :63], whole) == 0
+    assert differing(_dense(padded)[:, :63], whole) == 0
     shard = attention_varlen(q[:, :, 2:], k[:, :, 1:], v[:, :, 1:], SCALE, kv_segment=32)
     assert differing(shard, whole[:, :, 2:]) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block", [32, 64, 128])
-def test_paged_prefill_decode_and_chunks_have_the_bits_of_dense_attention(differing, block, dtype):
+def test_paged_prefill_decode_and_chunks_have_the_bits_of_dense_attention(
+    differing: Differing, block: int, dtype: torch.dtype
+) -> None:
     b, s = 3, 100
     q, k, v = _qkv(b, s, 4, 2, 32, dtype)
     dense = attention_varlen(q, k, v, SCALE, kv_segment=32)
     cache, table = _cache(k, v, block, seed=1)
 
-    def step(queries):
+    def step(queries: list[tuple[int, int, int]]) -> None:
         """One engine step: (sequence, first, past) of each request; its outputs in order."""
         starts, lens, rows = [0], [], []
         for i, a, e in queries:
@@ -92,7 +107,7 @@ def test_paged_prefill_decode_and_chunks_have_the_bits_of_dense_attention(differ
     step([(0, 50, 51), (1, 3, 40), (2, 64, 67)])
 
 
-def test_a_decode_row_has_the_same_bits_in_a_batch_of_any_size(differing):
+def test_a_decode_row_has_the_same_bits_in_a_batch_of_any_size(differing: Differing) -> None:
     q, k, v = _qkv(300, 40, 4, 2, 32, torch.bfloat16)
     cache, table = _cache(k, v, 64, seed=2)
     lens = [1 + i * 7 % 40 for i in range(300)]
@@ -107,7 +122,7 @@ def test_a_decode_row_has_the_same_bits_in_a_batch_of_any_size(differing):
         assert differing(one, whole[i : i + 1]) == 0
 
 
-def test_another_segment_width_and_one_unit_in_the_last_place_are_seen(differing):
+def test_another_segment_width_and_one_unit_in_the_last_place_are_seen(differing: Differing) -> None:
     q, k, v = _qkv(1, 100, 4, 2, 32, torch.float32)
     out = attention_varlen(q, k, v, SCALE, kv_segment=32)
     assert differing(attention_varlen(q, k, v, SCALE, kv_segment=64), out) > 100
@@ -120,21 +135,23 @@ def test_another_segment_width_and_one_unit_in_the_last_place_are_seen(differing
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_do_not_depend_on_company_padding_or_shard(differing, dtype):
+def test_gradients_do_not_depend_on_company_padding_or_shard(
+    differing: Differing, dtype: torch.dtype
+) -> None:
     qkv = [t.requires_grad_() for t in _qkv(3, 63, 4, 2, 32, dtype)]
     g = fill(3, 63, 4, 32, salt=5, dtype=dtype)
-    whole = torch.autograd.grad(attention_varlen(*qkv, SCALE, kv_segment=32), qkv, g)
-    again = torch.autograd.grad(attention_varlen(*qkv, SCALE, kv_segment=32), qkv, g)
+    whole = torch.autograd.grad(_dense(qkv), qkv, g)
+    again = torch.autograd.grad(_dense(qkv), qkv, g)
     one = [t[1:2].detach().requires_grad_() for t in qkv]
-    alone = torch.autograd.grad(attention_varlen(*one, SCALE, kv_segment=32), one, g[1:2])
+    alone = torch.autograd.grad(_dense(one), one, g[1:2])
     long = [
         torch.cat([t.detach(), fill(3, 70, *t.shape[2:], salt=9, dtype=dtype)], 1).requires_grad_()
         for t in qkv
     ]
     glong = torch.cat([g, torch.zeros(3, 70, 4, 32, dtype=dtype)], 1)
-    padded = torch.autograd.grad(attention_varlen(*long, SCALE, kv_segment=32), long, glong)
+    padded = torch.autograd.grad(_dense(long), long, glong)
     part = [qkv[0][:, :, 2:], qkv[1][:, :, 1:], qkv[2][:, :, 1:]]
-    shard = torch.autograd.grad(attention_varlen(*part, SCALE, kv_segment=32), part, g[:, :, 2:])
+    shard = torch.autograd.grad(_dense(part), part, g[:, :, 2:])
     for i, want in enumerate(whole):
         assert differing(again[i], want) == 0
         assert differing(alone[i], want[1:2]) == 0
@@ -143,7 +160,7 @@ def test_gradients_do_not_depend_on_company_padding_or_shard(differing, dtype):
         assert differing(shard[i], want[:, :, 2:] if i == 0 else want[:, :, 1:]) == 0
 
 
-def test_heads_segments_blocks_and_plans_outside_the_domain_are_refused():
+def test_heads_segments_blocks_and_plans_outside_the_domain_are_refused() -> None:
     q, k, v = _qkv(1, 4, 4, 3, 32, torch.float32)
     with pytest.raises(DomainError, match="4 query heads, 3 KV heads"):
         attention_varlen(q, k, v, SCALE, kv_segment=32)

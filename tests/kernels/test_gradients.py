@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from isoexec.kernels.attention import attention_varlen
 from isoexec.kernels.canaries import fill
@@ -16,6 +19,8 @@ from isoexec.kernels.rms_norm import residual_add, rms_norm_grad
 from isoexec.kernels.rope import rope_grad
 from isoexec.kernels.silu_mul import silu_mul
 
+Differing = Callable[[Tensor, Tensor], int]
+
 # of the greatest entry: a few roundings of fp32 in a sum, two roundings of bf16 (the output and the gradient)
 ACCURACY = {torch.float32: 4e-6, torch.bfloat16: 2**-7}
 
@@ -23,23 +28,23 @@ IDS = torch.arange(34).view(17, 2) * 5 % 16
 POSITIONS = torch.arange(17) * 3
 
 
-def _norm(x, w):
+def _norm(x: Tensor, w: Tensor) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * w
 
 
-def _rope(x):
+def _rope(x: Tensor) -> Tensor:
     angle = POSITIONS.double().unsqueeze(1) * 1e4 ** (-torch.arange(0, 32, 2).double() / 32)
     cos, sin = angle.cos().unsqueeze(1), angle.sin().unsqueeze(1)
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-def _attention(q, k, v):
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.2, enable_gqa=True).transpose(1, 2)
 
 
-CASES = {
+CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "column_linear": (
         lambda x, w: column_linear(x, w, k_block=64),
         F.linear,
@@ -72,7 +77,9 @@ CASES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_agree_with_float64_and_repeat_bit_by_bit(differing, name, dtype):
+def test_gradients_agree_with_float64_and_repeat_bit_by_bit(
+    differing: Differing, name: str, dtype: torch.dtype
+) -> None:
     ours, plain, shapes = CASES[name]
     inputs = [fill(*s, salt=i, dtype=dtype, scale=2.0).requires_grad_() for i, s in enumerate(shapes)]
     exact = [t.detach().double().requires_grad_() for t in inputs]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -19,7 +21,7 @@ IDS = torch.arange(6).view(3, 2)
 POSITIONS = torch.arange(5)
 
 
-def _paged():
+def _paged() -> tuple[Any, ...]:
     token, request, limit, segments, full = PagedPlan([0, 1, 4], [9, 40], 2).batches[-1]
     cache, table = fill(4, 2, 32, 64, salt=1), torch.arange(4, dtype=torch.int32).view(2, 2)
     return (
@@ -37,7 +39,7 @@ def _paged():
     )
 
 
-def _attention_grad():
+def _attention_grad() -> tuple[Any, ...]:
     q, k, v = fill(1, 5, 4, 32, salt=1), fill(1, 5, 2, 32, salt=2), fill(1, 5, 2, 32, salt=3)
     out, top, total = torch.ops.isoexec.attention(q, k, v, 0.2, 32)
     return fill(1, 5, 4, 32, salt=4), q, k, v, out, top, total, 0.2, 32
@@ -95,7 +97,7 @@ ARGUMENTS = {
 }
 
 
-def test_every_op_of_the_library_is_listed_here():
+def test_every_op_of_the_library_is_listed_here() -> None:
     defined = {
         name.removeprefix("isoexec::").partition(".")[0]
         for name in torch._C._dispatch_get_all_op_names()
@@ -105,5 +107,5 @@ def test_every_op_of_the_library_is_listed_here():
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_the_op_passes_opcheck(name):
+def test_the_op_passes_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.isoexec, name).default, ARGUMENTS[name]())

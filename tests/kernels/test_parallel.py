@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+from torch.distributed import ProcessGroup
+from torch.multiprocessing.spawn import start_processes
 
 from isoexec.kernels.canaries import fill
 from isoexec.kernels.domain import DomainError
@@ -19,29 +24,35 @@ from isoexec.kernels.linear import chain, column_linear, hand_off, pack_weight, 
 from isoexec.kernels.logprobs import token_logprobs
 from isoexec.kernels.rms_norm import rms_norm_grad
 
+Differing = Callable[[Tensor, Tensor], int]
+Results = dict[str, list[Tensor]]
+Case = tuple[Results, list[Results]]
+
 DTYPES = [torch.float32, torch.bfloat16]
 SIZES = [2, 4]
 S, B, HIDDEN, FFN, VOCAB = 20, 3, 128, 256, 512
 IDS = (torch.arange(S * B) * 37 % VOCAB).view(S, B)
 
 
-def _part(x, dim, rank, size):
+def _part(x: Tensor, dim: int, rank: int, size: int) -> Tensor:
     return x.chunk(size, dim)[rank].clone()
 
 
-def _gate_up(w, rank, size):
+def _gate_up(w: Tensor, rank: int, size: int) -> Tensor:
     """[gate; up] of the whole layer -> [gate_r; up_r] of one rank."""
     gate, up = w.chunk(2, 0)
     return torch.cat([_part(gate, 0, rank, size), _part(up, 0, rank, size)])
 
 
-def _with_grads(call, inputs, g):
+def _with_grads(call: Callable[..., Tensor], inputs: Sequence[Tensor], g: Tensor) -> list[Tensor]:
     inputs = [t.clone().requires_grad_() for t in inputs]
     out = call(*inputs)
     return [out.detach(), *torch.autograd.grad(out, inputs, g)]
 
 
-def _run(dtype, rank, size, group) -> dict[str, list[torch.Tensor]]:
+def _run(
+    dtype: torch.dtype, rank: int, size: int, group: ProcessGroup | None
+) -> dict[str, list[torch.Tensor]]:
     """Every sharded op on one rank; with size 1 the whole."""
     x, w_out = fill(S, B, HIDDEN, salt=1, dtype=dtype), fill(VOCAB, HIDDEN, salt=2, dtype=dtype)
     w_fc1, w_fc2 = fill(2 * FFN, HIDDEN, salt=3, dtype=dtype), fill(HIDDEN, FFN, salt=4, dtype=dtype)
@@ -52,37 +63,32 @@ def _run(dtype, rank, size, group) -> dict[str, list[torch.Tensor]]:
     many, w_many = fill(1300, FFN, salt=13, dtype=dtype), fill(32, FFN, salt=14, dtype=dtype)
     logits, g_token = fill(S, B, VOCAB, salt=15, scale=9.0), fill(S, B, salt=16)
 
-    def shard(t, dim):
+    def shard(t: Tensor, dim: int) -> Tensor:
         return _part(t, dim, rank, size)
 
     done: dict[str, list[torch.Tensor]] = {}
     for sp in (False, True) if size > 1 else (False,):
-
-        def rows(t, sp=sp):
-            return shard(t, 0) if sp else t
-
         tag = "/sp" if sp else ""
-        options: dict[str, Any] = {"k_block": 64, "group": group, "sequence_parallel": sp}
+        column = partial(column_linear, k_block=64, group=group, sequence_parallel=sp)
+        row = partial(row_linear, k_block=64, group=group, sequence_parallel=sp)
+        lookup = partial(
+            vocab_parallel_embedding,
+            IDS,
+            vocab_start=rank * VOCAB // size,
+            group=group,
+            sequence_parallel=sp,
+        )
+        x_in, g_in = (_part(t, 0, rank, size) if sp else t for t in (x, g_x))
         done["fc1" + tag] = _with_grads(
-            lambda a, w: column_linear(a, w, interleave=2, **options),
-            [rows(x), _gate_up(w_fc1, rank, size)],
+            partial(column, interleave=2),
+            [x_in, _gate_up(w_fc1, rank, size)],
             _gate_up(g_h.permute(2, 0, 1), rank, size).permute(1, 2, 0),
         )
         done["head" + tag] = _with_grads(
-            lambda a, w: column_linear(a, w, out_dtype=torch.float32, **options),
-            [rows(x), shard(w_out, 0)],
-            shard(g_out, 2),
+            partial(column, out_dtype=torch.float32), [x_in, shard(w_out, 0)], shard(g_out, 2)
         )
-        done["fc2" + tag] = _with_grads(
-            lambda a, w: row_linear(a, w, **options), [shard(h, 2), shard(w_fc2, 1)], rows(g_x)
-        )
-        done["embedding" + tag] = _with_grads(
-            lambda w: vocab_parallel_embedding(
-                IDS, w, vocab_start=rank * VOCAB // size, group=group, sequence_parallel=sp
-            ),
-            [shard(w_out, 0)],
-            rows(g_x),
-        )
+        done["fc2" + tag] = _with_grads(row, [shard(h, 2), shard(w_fc2, 1)], g_in)
+        done["embedding" + tag] = _with_grads(lookup, [shard(w_out, 0)], g_in)
     done["norm/sp"] = _with_grads(
         lambda a, w: rms_norm_grad(a, w, 1e-6, shard="sequence", group=group),
         [shard(x, 0), gamma],
@@ -107,7 +113,7 @@ def _run(dtype, rank, size, group) -> dict[str, list[torch.Tensor]]:
 
 def _rank(rank: int, size: int, folder: str) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", size)
+    store = FileStore(f"{folder}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     results = {str(dtype): _run(dtype, rank, size, dist.group.WORLD) for dtype in DTYPES}
     refused = ""
@@ -131,7 +137,7 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
     found: dict[int, list[Any]] = {}
     for size in SIZES:
         folder = tmp_path_factory.mktemp(f"ranks{size}")
-        mp.start_processes(_rank, (size, str(folder)), nprocs=size, start_method="fork")
+        start_processes(_rank, (size, str(folder)), nprocs=size, start_method="fork")
         found[size] = [torch.load(Path(folder) / f"{r}.pt") for r in range(size)]
     return found
 
@@ -142,7 +148,7 @@ def one() -> dict[str, dict[str, list[torch.Tensor]]]:
 
 
 @pytest.fixture
-def case(request, layouts, one):
+def case(request: pytest.FixtureRequest, layouts: dict[int, list[Any]], one: dict[str, Results]) -> Case:
     """(results of one rank, results by rank) for a size and a dtype."""
     size, dtype = request.param
     return one[str(dtype)], [r[0][str(dtype)] for r in layouts[size]]
@@ -153,14 +159,14 @@ every_layout = pytest.mark.parametrize(
 )
 
 
-def _merge_gate_up(parts, dim):
+def _merge_gate_up(parts: Sequence[Tensor], dim: int) -> Tensor:
     halves = [p.chunk(2, dim) for p in parts]
     return torch.cat([h[0] for h in halves] + [h[1] for h in halves], dim)
 
 
 @every_layout
 @pytest.mark.parametrize("tag", ["", "/sp"])
-def test_column_linear_has_the_bits_of_one_rank(differing, case, tag):
+def test_column_linear_has_the_bits_of_one_rank(differing: Differing, case: Case, tag: str) -> None:
     whole, ranks = case
     for name, join in (("fc1", _merge_gate_up), ("head", torch.cat)):
         y, dx, dw = zip(*(r[name + tag] for r in ranks), strict=True)
@@ -172,7 +178,7 @@ def test_column_linear_has_the_bits_of_one_rank(differing, case, tag):
 
 @every_layout
 @pytest.mark.parametrize("tag", ["", "/sp"])
-def test_row_linear_has_the_bits_of_one_rank(differing, case, tag):
+def test_row_linear_has_the_bits_of_one_rank(differing: Differing, case: Case, tag: str) -> None:
     whole, ranks = case
     y, dx, dw = zip(*(r["fc2" + tag] for r in ranks), strict=True)
     for got in [torch.cat(y)] if tag else y:
@@ -183,7 +189,7 @@ def test_row_linear_has_the_bits_of_one_rank(differing, case, tag):
 
 @every_layout
 @pytest.mark.parametrize("tag", ["", "/sp"])
-def test_the_embedding_has_the_bits_of_one_rank(differing, case, tag):
+def test_the_embedding_has_the_bits_of_one_rank(differing: Differing, case: Case, tag: str) -> None:
     whole, ranks = case
     y, dw = zip(*(r["embedding" + tag] for r in ranks), strict=True)
     for got in [torch.cat(y)] if tag else y:
@@ -193,7 +199,9 @@ def test_the_embedding_has_the_bits_of_one_rank(differing, case, tag):
 
 @every_layout
 @pytest.mark.parametrize(("name", "dim"), [("norm/sp", 0), ("qk_norm", 2)])
-def test_a_scale_gradient_is_whole_on_the_first_rank_and_zero_on_the_others(differing, case, name, dim):
+def test_a_scale_gradient_is_whole_on_the_first_rank_and_zero_on_the_others(
+    differing: Differing, case: Case, name: str, dim: int
+) -> None:
     whole, ranks = case
     y, dx, dw = zip(*(r[name] for r in ranks), strict=True)
     assert differing(torch.cat(y, dim), whole[name][0]) == 0
@@ -203,7 +211,7 @@ def test_a_scale_gradient_is_whole_on_the_first_rank_and_zero_on_the_others(diff
 
 
 @every_layout
-def test_token_logprobs_have_the_bits_of_one_rank(differing, case):
+def test_token_logprobs_have_the_bits_of_one_rank(differing: Differing, case: Case) -> None:
     whole, ranks = case
     y, dz = zip(*(r["token_logprobs"] for r in ranks), strict=True)
     for got in y:
@@ -212,7 +220,7 @@ def test_token_logprobs_have_the_bits_of_one_rank(differing, case):
 
 
 @every_layout
-def test_many_rows_handed_on_in_pieces_have_the_bits_of_one_rank(differing, case):
+def test_many_rows_handed_on_in_pieces_have_the_bits_of_one_rank(differing: Differing, case: Case) -> None:
     whole, ranks = case
     for r in ranks:
         assert differing(r["hand_off"][0], whole["hand_off"][0]) == 0
@@ -221,7 +229,7 @@ def test_many_rows_handed_on_in_pieces_have_the_bits_of_one_rank(differing, case
     assert differing(torch.cat([r["hand_off/scatter"][0] for r in ranks]), whole["hand_off"][0]) == 0
 
 
-def test_an_all_reduce_of_rank_sums_would_not_have_these_bits(differing):
+def test_an_all_reduce_of_rank_sums_would_not_have_these_bits(differing: Differing) -> None:
     x, w = fill(60, FFN, salt=5), fill(HIDDEN, FFN, salt=4)
     whole = chain(x, pack_weight(w, k_block=64))
     halves = [chain(a, pack_weight(b, k_block=64)) for a, b in zip(x.chunk(2, 1), w.chunk(2, 1), strict=True)]
@@ -229,6 +237,8 @@ def test_an_all_reduce_of_rank_sums_would_not_have_these_bits(differing):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_rows_that_ranks_cannot_share_are_refused_before_anything_is_sent(layouts, size):
+def test_rows_that_ranks_cannot_share_are_refused_before_anything_is_sent(
+    layouts: dict[int, list[Any]], size: int
+) -> None:
     for _, refused in layouts[size]:
         assert f"scattered over {size} ranks" in refused

@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from isoexec.contracts.schema import Contract, library
 from isoexec.kernels import registry
@@ -21,7 +25,7 @@ from isoexec.kernels.rms_norm import rms_norm
 from isoexec.kernels.rope import rope
 from isoexec.kernels.silu_mul import silu_mul
 
-CONSTANTS = {
+CONSTANTS: dict[str, dict[str, Any]] = {
     "embedding.lookup/1": {},
     "rms_norm.tree/1": {"reduce": "halving_tree", "accumulate": "float32"},
     "linear.chain/1": {"k_block": 64, "row_tile": 16, "accumulate": "float32", "boundary": "model"},
@@ -31,7 +35,7 @@ CONSTANTS = {
     "logprobs.leaves/1": {"vocab_leaves": 8},
     "grad_norm.exact/1": {"bits": 62},
 }
-KERNELS = {
+KERNELS: dict[str, Callable[..., Tensor]] = {
     "embedding.lookup/1": embedding,
     "rms_norm.tree/1": rms_norm,
     "linear.chain/1": lambda x, w: column_linear(x, w, k_block=64),
@@ -39,21 +43,36 @@ KERNELS = {
     "attention.segments/1": lambda q, k, v, scale: attention_varlen(q, k, v, scale, kv_segment=32),
     "silu_mul.exp/1": silu_mul,
     "logprobs.leaves/1": lambda logits, target: token_logprobs(logits, target, vocab_leaves=8),
-    "grad_norm.exact/1": lambda tensors: exact_sq_sum(tensors),
+    "grad_norm.exact/1": exact_sq_sum,
 }
 
 
 GOLDEN = [-6325493, 6796182, 694299, -7419, 6751196, -1196485]
 
 
-def test_every_function_names_what_its_package_exports():
+def _stock_linear(x: Tensor, w: Tensor) -> Tensor:
+    return torch.nn.functional.linear(x, w)
+
+
+def _stock_embedding(ids: Tensor, w: Tensor) -> Tensor:
+    return torch.nn.functional.embedding(ids, w)
+
+
+def _stock_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    attend: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
+    heads_first = (t.transpose(1, 2) for t in (q, k, v))
+    out = attend(*heads_first, is_causal=True, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def test_every_function_names_what_its_package_exports() -> None:
     assert set(registry.FUNCTIONS) == set(CONSTANTS)
     for name, function in registry.FUNCTIONS.items():
         assert name == function.name
         assert set(function.ops) == set(importlib.import_module(function.module).__all__)
 
 
-def test_the_shipped_contract_binds_these_functions_with_admitted_constants():
+def test_the_shipped_contract_binds_these_functions_with_admitted_constants() -> None:
     contract = Contract.load(library("qwen3-dense-cpu"))
     names = {binding.function for binding in contract.composition}
     assert names == set(registry.FUNCTIONS)
@@ -63,7 +82,7 @@ def test_the_shipped_contract_binds_these_functions_with_admitted_constants():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CONSTANTS)
-def test_every_kernel_answers_its_canary_as_the_specification_does(name, dtype):
+def test_every_kernel_answers_its_canary_as_the_specification_does(name: str, dtype: torch.dtype) -> None:
     found = registry.canary_digest(KERNELS[name], name, CONSTANTS[name], dtype=dtype)
     assert found == registry.expected_digest(name, CONSTANTS[name], dtype=dtype)
 
@@ -72,7 +91,7 @@ def test_every_kernel_answers_its_canary_as_the_specification_does(name, dtype):
     ("name", "stock"),
     [
         ("rms_norm.tree/1", lambda x, w, eps: torch.nn.functional.rms_norm(x, w.shape, w, eps)),
-        ("linear.chain/1", lambda x, w: torch.nn.functional.linear(x, w)),
+        ("linear.chain/1", _stock_linear),
         ("silu_mul.exp/1", lambda gate, up: torch.nn.functional.silu(gate) * up),
         (
             "attention.segments/1",
@@ -80,25 +99,25 @@ def test_every_kernel_answers_its_canary_as_the_specification_does(name, dtype):
                 *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, scale=scale, enable_gqa=True
             ).transpose(1, 2),
         ),
-        ("embedding.lookup/1", lambda ids, w: torch.nn.functional.embedding(ids, w)),
+        ("embedding.lookup/1", _stock_embedding),
         (
             "logprobs.leaves/1",
             lambda logits, target: torch.log_softmax(logits, -1).gather(-1, target.unsqueeze(-1)).squeeze(-1),
         ),
     ],
 )
-def test_a_stock_kernel_does_not_pass_for_the_contracts(name, stock):
+def test_a_stock_kernel_does_not_pass_for_the_contracts(name: str, stock: Callable[..., Tensor]) -> None:
     expected = registry.expected_digest(name, CONSTANTS[name])
     assert registry.canary_digest(stock, name, CONSTANTS[name]) != expected
 
 
-def test_a_canary_sees_another_constant():
+def test_a_canary_sees_another_constant() -> None:
     narrow = {**CONSTANTS["attention.segments/1"], "kv_segment": 16}
     name = "attention.segments/1"
     assert registry.expected_digest(name, narrow) != registry.expected_digest(name, CONSTANTS[name])
 
 
-def test_a_canary_takes_the_sizes_of_the_bound_object():
+def test_a_canary_takes_the_sizes_of_the_bound_object() -> None:
     sizes = {"heads": 8, "kv_heads": 1, "head_dim": 64}
     inputs = registry.canary("attention.segments/1", {}, sizes=sizes)
     assert inputs["q"].shape == (1, 75, 8, 64)
@@ -106,7 +125,7 @@ def test_a_canary_takes_the_sizes_of_the_bound_object():
         registry.canary("attention.segments/1", {}, sizes={"layers": 2})
 
 
-def test_canary_input_is_made_of_integers_and_never_changes():
+def test_canary_input_is_made_of_integers_and_never_changes() -> None:
     torch.manual_seed(1)
     x = fill(3, 2, salt=5)
     torch.manual_seed(2)
@@ -114,7 +133,9 @@ def test_canary_input_is_made_of_integers_and_never_changes():
     assert [round(v * 2**23) for v in x.view(-1).tolist()] == GOLDEN
 
 
-def test_a_source_digest_names_the_source_and_nothing_else(monkeypatch, tmp_path):
+def test_a_source_digest_names_the_source_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     root = tmp_path / "elsewhere"
     for folder in ("", "silu_mul"):
         (root / folder).mkdir(parents=True, exist_ok=True)
@@ -127,11 +148,11 @@ def test_a_source_digest_names_the_source_and_nothing_else(monkeypatch, tmp_path
     assert registry.source_digest.__wrapped__("silu_mul.exp/1") != here
 
 
-def test_no_two_functions_share_a_source_digest():
+def test_no_two_functions_share_a_source_digest() -> None:
     assert len({registry.source_digest(name) for name in registry.FUNCTIONS}) == len(registry.FUNCTIONS)
 
 
-def test_unknown_functions_and_constants_this_code_does_not_compute_with_are_refused():
+def test_unknown_functions_and_constants_this_code_does_not_compute_with_are_refused() -> None:
     with pytest.raises(DomainError, match=r"linear\.tree/1"):
         registry.source_digest("linear.tree/1")
     with pytest.raises(DomainError, match="row_tile 32"):

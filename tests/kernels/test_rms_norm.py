@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from isoexec.kernels.canaries import fill
 from isoexec.kernels.domain import DomainError
 from isoexec.kernels.rms_norm import add_rms_norm, naive, residual_add, rms_norm, rms_norm_grad
 from isoexec.kernels.sums import halving_tree, pair_tree
+
+Differing = Callable[[Tensor, Tensor], int]
 
 DTYPES = [torch.float32, torch.bfloat16]
 WIDTHS = [1, 3, 17, 32, 63, 100, 128]
@@ -17,7 +22,9 @@ WIDTHS = [1, 3, 17, 32, 63, 100, 128]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_norm_has_the_bits_of_the_specification_alone_and_in_company(differing, width, dtype):
+def test_the_norm_has_the_bits_of_the_specification_alone_and_in_company(
+    differing: Differing, width: int, dtype: torch.dtype
+) -> None:
     x, w = fill(63, width, salt=1, dtype=dtype, scale=3.0), fill(width, salt=2, dtype=dtype)
     whole = rms_norm(x, w, 1e-6)
     assert differing(whole, naive.rms_norm(x, w, 1e-6)) == 0
@@ -28,7 +35,7 @@ def test_the_norm_has_the_bits_of_the_specification_alone_and_in_company(differi
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_norm_reads_the_residual_after_rounding(differing, dtype):
+def test_the_norm_reads_the_residual_after_rounding(differing: Differing, dtype: torch.dtype) -> None:
     x, residual = fill(17, 128, salt=1, dtype=dtype), fill(17, 128, salt=2, dtype=dtype)
     w = fill(128, salt=3, dtype=dtype)
     y, h = add_rms_norm(x, residual, w, 1e-6)
@@ -42,7 +49,9 @@ def test_the_norm_reads_the_residual_after_rounding(differing, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(17, 3, 128), (9, 2, 4, 32)])
-def test_gradients_have_the_bits_of_the_specification(differing, shape, dtype):
+def test_gradients_have_the_bits_of_the_specification(
+    differing: Differing, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     x, w = (
         fill(*shape, salt=4, dtype=dtype).requires_grad_(),
         fill(shape[-1], salt=5, dtype=dtype).requires_grad_(),
@@ -54,7 +63,7 @@ def test_gradients_have_the_bits_of_the_specification(differing, shape, dtype):
     assert differing(dw, naive.dgamma(g.view(four.shape), four, 1e-6).to(dtype)) == 0
 
 
-def test_padding_the_sequence_changes_no_bit_of_the_scale_gradient(differing):
+def test_padding_the_sequence_changes_no_bit_of_the_scale_gradient(differing: Differing) -> None:
     x, w = fill(17, 3, 128, salt=4), fill(128, salt=5).requires_grad_()
     g = fill(17, 3, 128, salt=6)
     padded = [torch.cat([t, p]) for t, p in ((x, fill(8, 3, 128, salt=7)), (g, torch.zeros(8, 3, 128)))]
@@ -63,7 +72,7 @@ def test_padding_the_sequence_changes_no_bit_of_the_scale_gradient(differing):
     assert differing(plain, long) == 0
 
 
-def test_a_tree_is_not_a_running_sum_and_sees_one_unit_in_the_last_place(differing):
+def test_a_tree_is_not_a_running_sum_and_sees_one_unit_in_the_last_place(differing: Differing) -> None:
     x = fill(64, 100, salt=8)
     running = torch.zeros(64)
     for column in x.unbind(1):
@@ -78,7 +87,7 @@ def test_a_tree_is_not_a_running_sum_and_sees_one_unit_in_the_last_place(differi
     assert differing(a[4:], b[4:]) == 0
 
 
-def test_a_weight_of_another_width_and_an_unknown_shard_are_refused():
+def test_a_weight_of_another_width_and_an_unknown_shard_are_refused() -> None:
     with pytest.raises(DomainError, match="weight"):
         rms_norm(torch.zeros(2, 8), torch.zeros(9), 1e-6)
     with pytest.raises(DomainError, match="rows"):
