@@ -113,8 +113,10 @@ async def _serve(config: Config) -> int:
     stop = asyncio.Event()
     service.install_signals(stop)
     await service.start()
-    service.note(address)
     web = asyncio.create_task(server.run_on(bound))
+    while not server.started and not web.done():
+        await asyncio.sleep(0.005)
+    service.note(address)
     print(f"isoexec daemon: {address}, state in {config.state_dir}", flush=True)
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({stopping, web}, return_when=asyncio.FIRST_COMPLETED)

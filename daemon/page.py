@@ -42,9 +42,9 @@ def _number(value: object) -> str:
     try:
         number = float(str(value))
     except ValueError:
-        return "–"
+        return "-"
     if math.isnan(number):
-        return "–"
+        return "-"
     return f"{number:.4g}"
 
 
@@ -70,14 +70,14 @@ def runs_page(runs: Sequence[dict[str, Any]]) -> str:
     for run in runs:
         name = html.escape(str(run["run"]))
         pair = (run.get("pairs") or [None])[0]
-        share = f"{100 * pair['bitwise_equal'] / pair['tokens']:.4g} %" if pair else "–"
+        share = f"{100 * pair['bitwise_equal'] / pair['tokens']:.4g} %" if pair else "-"
         state = '<span class="halt">halted</span>' if run["halted"] else _outcome(str(run["outcome"]))
         mode = "monitor" if run.get("monitor_only") else "contract"
         step = run.get("step")
         rows.append(
-            f'<tr><td><a href="/runs/{name}">{name}</a><td>{state}<td>{html.escape(str(run.get("regime", "–")))}'
-            f"<td>{mode}<td class=n>{'–' if step is None else step}<td class=n>{share}"
-            f"<td class=n>{_number(pair['mean_abs_d']) if pair else '–'}<td>{_since(run.get('last_window'))}"
+            f'<tr><td><a href="/runs/{name}">{name}</a><td>{state}<td>{html.escape(str(run.get("regime", "-")))}'
+            f"<td>{mode}<td class=n>{'-' if step is None else step}<td class=n>{share}"
+            f"<td class=n>{_number(pair['mean_abs_d']) if pair else '-'}<td>{_since(run.get('last_window'))}"
         )
     head = (
         "<tr><th>run<th>verdict<th>regime<th>mode<th>step<th>bitwise equal<th>mean abs d, nats<th>last window"
@@ -92,7 +92,7 @@ def run_page(run: dict[str, Any], windows: Sequence[dict[str, Any]], steps: Sequ
     mode = "monitor only" if run["monitor_only"] else "under contract"
     parts.append(
         f"<p class=note>{html.escape(run['regime'])}, {mode}, {html.escape(run['policy'])}, step "
-        f"{'–' if run['step'] is None else run['step']}, weights {_number(run['weight_version'])}, "
+        f"{'-' if run['step'] is None else run['step']}, weights {_number(run['weight_version'])}, "
         f"started {_since(run['started'])}"
     )
     if run["marker"]:
