@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from isoexec.contracts.errors import IsoExecError
 from isoexec.dashboards.alerts import RUNBOOK
 from isoexec.dashboards.build import GENERATED, build, check, write
 from isoexec.dashboards.config import config_files, host_port
@@ -50,22 +49,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one subcommand; 0 on success, 1 on an error of ours or files out of date, 2 on wrong usage."""
+    """Generate dashboards and alerts, point them at a daemon, or push them into a Grafana.
+
+    Returns 0, 1 for files out of date, 2 for wrong usage. Raises IsoExecError.
+    """
     try:
         args = _parser().parse_args(argv)
     except SystemExit as stop:  # argparse has printed what is wrong
         return stop.code if isinstance(stop.code, int) else 2
-    try:
-        match args.command:
-            case "build":
-                return _build(args)
-            case "config":
-                return _config(args)
-            case _:
-                return _push(args)
-    except IsoExecError as error:
-        print(f"isoexec dashboards: {error}", file=sys.stderr)
-        return 1
+    match args.command:
+        case "build":
+            return _build(args)
+        case "config":
+            return _config(args)
+        case _:
+            return _push(args)
 
 
 def _build(args: argparse.Namespace) -> int:

@@ -112,6 +112,7 @@ _VERDICT = Row(
             "Decisions",
             "Verdicts that asked for an action, by rule. `dryrun` shows what would have happened.",
             _ask("decisions", "{{rule}} {{action}}"),
+            _ask("halts", "halted {{run}}"),
             unit="short",
             width=6,
             height=7,

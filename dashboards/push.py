@@ -60,7 +60,7 @@ def push(api: Any, *, prometheus_url: str, interval_seconds: int = 5) -> list[st
     else:
         _call("update the data source", api.datasource.update_datasource_by_uid, DATASOURCE_UID, source)
         done.append(f"data source {source['name']} updated")
-    body = {
+    body: dict[str, Any] = {
         "dashboard": overview(),
         "folderUid": FOLDER_UID,
         "overwrite": True,

@@ -75,6 +75,7 @@ QUERIES: dict[str, str] = {
     ),
     "rules_not_passing": f"max by (run, rule, outcome) ({_run('rule_outcome', NOT_PASS)}) == 1",
     "decisions": f"sum by (run, rule, action) (increase({_run('decisions_total')}[$__rate_interval])) > 0",
+    "halts": f"sum by (run) (increase({_run('halts_total')}[$__rate_interval]))",
     "run_info": f"max by (run, regime, mode, policy) ({_run('run_info')})",
     # mismatch
     "mean_abs_d": f"max by (run, pair) ({_run('logprob_abs_diff_mean_nats')})",
