@@ -101,9 +101,7 @@ class HaltedError(IsoExecError):
         super().__init__(message, marker)
 
     def __str__(self) -> str:
-        return (
-            self.message or f"the run is halted: {self.marker}; look at the cause, then `isoexec clear RUN`"
-        )
+        return self.message or str(self.marker)
 
 
 class InstallError(IsoExecError):

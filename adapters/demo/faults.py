@@ -21,7 +21,7 @@ class Fault:
     what: str
     rules: tuple[str, ...]
     outcome: str
-    alert: str | None
+    alert: str
     trainer_tp: int = 1
 
 
@@ -33,7 +33,7 @@ FAULTS: dict[str, Fault] = {
             what="the trainer's tensor-parallel groups are rebuilt with one rank each under live layers",
             rules=("topology",),
             outcome="violation",
-            alert="IsoExecTopologyClaimBroken",
+            alert="IsoexecTopologyClaimBroken",
             trainer_tp=2,
         ),
         Fault(
@@ -41,42 +41,42 @@ FAULTS: dict[str, Fault] = {
             what="one layer of the engine is bound to the engine's own norm again",
             rules=("kernel_replaced", "canary"),
             outcome="violation",
-            alert="IsoExecKernelReplaced",
+            alert="IsoexecKernelReplaced",
         ),
         Fault(
             name="digest",
             what="the engine starts with a contract whose KV segment is another",
             rules=("handshake",),
             outcome="violation",
-            alert="IsoExecDigestMismatch",
+            alert="IsoexecContractDigestMismatch",
         ),
         Fault(
             name="stale-weights",
             what="the engine misses one weight sync and goes on as if it had it",
             rules=("weights_stale", "weights_unequal"),
             outcome="violation",
-            alert="IsoExecWeightsStale",
+            alert="IsoexecWeightsStale",
         ),
         Fault(
             name="temperature",
             what="the engine samples at temperature 0.7, the trainer scores at 1",
             rules=("sampling",),
             outcome="violation",
-            alert=None,
+            alert="IsoexecSamplingDiffers",
         ),
         Fault(
             name="silence",
             what="the engine's probe says nothing any more while the engine goes on",
             rules=("silence",),
             outcome="unknown",
-            alert="IsoExecSilence",
+            alert="IsoexecSilence",
         ),
         Fault(
             name="daemon-killed",
             what="the daemon is killed with SIGKILL; the run is declared fail_closed",
             rules=("lease_lost",),
             outcome="unknown",
-            alert="IsoExecDaemonDown",
+            alert="IsoexecDaemonDown",
         ),
     )
 }

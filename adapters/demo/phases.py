@@ -41,8 +41,8 @@ class Stage:
 
     def windows(self, run: str) -> list[dict[str, Any]]:
         """The windows the daemon judged of a run, oldest first."""
-        answer: list[dict[str, Any]] = get_json(f"{self.daemon.url}/api/v1/runs/{run}/windows")["windows"]
-        return answer
+        rows = get_json(f"{self.daemon.url}/api/v1/runs/{run}/windows")["windows"]
+        return [row["window"] for row in rows]
 
     def wait_windows(self, run: str, count: int, seconds: float = 15.0) -> list[dict[str, Any]]:
         """Wait until the daemon has judged ``count`` windows; gives what there is when the time is up."""
@@ -86,7 +86,8 @@ def outcome_of(stage: Stage, run: str, marker: HaltMarker | None) -> tuple[str, 
     if marker is not None:
         return marker.verdict, f"{marker.rule}: {marker.cause}"
     said = stage.daemon.run(run)
-    return str(said["verdict"]), str(said.get("cause") or "")
+    first = next((v for v in said["failing"] if v["outcome"] == said["outcome"]), None)
+    return str(said["outcome"]), f"{first['rule']}: {first['cause'] or first['message']}" if first else ""
 
 
 def fault_phase(stage: Stage, fault: Fault, layout: Layout, *, steps: int, regime: str) -> PhaseResult:
@@ -121,14 +122,14 @@ def fault_phase(stage: Stage, fault: Fault, layout: Layout, *, steps: int, regim
             _run_until_halted(stage, job, fault, result, steps)
             if fault.name != "daemon-killed":
                 result.windows = stage.windows(run)
-            if fault.alert is not None and stage.prometheus is not None:
+            if stage.prometheus is not None:
                 firing = stage.prometheus.wait_firing(fault.alert)
                 result.lines.append(f"Prometheus: {fault.alert} is {'firing' if firing else 'NOT firing'}")
     except RemoteError as error:
         if error.kind != HandshakeError.__name__:
             raise
         result.lines.append(f"refused before a token was sampled: {error.text}")
-        if fault.alert is not None and stage.prometheus is not None:
+        if stage.prometheus is not None:
             firing = stage.prometheus.wait_firing(fault.alert)
             result.lines.append(f"Prometheus: {fault.alert} is {'firing' if firing else 'NOT firing'}")
     marker = _await_marker(stage, run)

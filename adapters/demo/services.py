@@ -124,7 +124,7 @@ class Prometheus:
         folder.mkdir(parents=True, exist_ok=True)
         configure = [
             sys.executable, "-P", "-m", "isoexec.contracts.main", "dashboards", "config",
-            "--target", target, "--out", str(folder), "--interval", "1s",
+            "--target", target, "--out", str(folder), "--interval", "1",
         ]  # fmt: skip
         made = subprocess.run(configure, capture_output=True, text=True, check=False)
         if made.returncode:
@@ -157,7 +157,7 @@ class Prometheus:
     def firing(self) -> list[dict[str, str]]:
         """The label sets of the alerts that fire now, without the always-firing heartbeat."""
         alerts = [r["metric"] for r in self.query('ALERTS{alertstate="firing"}')]
-        return [a for a in alerts if a.get("alertname") != "IsoExecHeartbeat"]
+        return [a for a in alerts if a.get("alertname") != "IsoexecHeartbeat"]
 
     def wait_firing(self, name: str, seconds: float = 20.0) -> bool:
         """Whether an alert of this name fires within the time."""

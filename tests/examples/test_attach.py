@@ -78,8 +78,8 @@ def attach(daemon: Daemon, folder: Path, run: str, contract: Path | None) -> lis
             side.kill()
         log.close()
     assert codes == [0, 0], (folder / "log").read_text()[-4000:]
-    windows: list[dict[str, object]] = get_json(f"{daemon.url}/api/v1/runs/{run}/windows")["windows"]
-    return windows
+    rows = get_json(f"{daemon.url}/api/v1/runs/{run}/windows")["windows"]
+    return [row["window"] for row in rows]
 
 
 def test_a_watched_job_shows_its_mismatch(daemon: Daemon, tmp_path: Path) -> None:
