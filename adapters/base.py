@@ -15,6 +15,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
+import torch
+
 from isoexec.contracts.errors import InstallError
 from isoexec.contracts.schema import Contract
 from isoexec.contracts.topology import check_topology
@@ -35,6 +37,7 @@ __all__ = [
     "enforcement_from_env",
     "load_adapter",
     "make_plan",
+    "reference_canary",
 ]
 
 REGIONS: tuple[str, ...] = (
@@ -128,7 +131,12 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class RegionReport:
-    """What is bound in a region now.  ``canary`` is the digest of the bound object's output on the registry's canary input."""
+    """What is bound in a region now.
+
+    ``canary`` is the digest of the bound object's output on the registry's canary input at the sizes its layout gives it,
+    ``expected_canary`` the specification's; ``reference_canary`` is the specification's at the function's own sizes, which
+    every process of a run must share: it ties their machines together.
+    """
 
     region: str
     object: str
@@ -137,6 +145,7 @@ class RegionReport:
     canary: str | None
     expected_canary: str | None
     enforcement: Enforcement
+    reference_canary: str | None = None
     problem: str | None = None
 
     @property
@@ -150,6 +159,7 @@ class RegionReport:
             "source": self.source,
             "canary": self.canary,
             "expected_canary": self.expected_canary,
+            "reference_canary": self.reference_canary,
             "enforcement": str(self.enforcement),
             "problem": self.problem,
             "ok": self.ok,
@@ -287,6 +297,11 @@ def make_plan(
             )
         )
     return Plan(role=role, contract=contract, topology=dict(topology or {}), bindings=tuple(bindings))
+
+
+def reference_canary(binding: Binding, dtype: torch.dtype) -> str:
+    """Digest of the specification's answer on this machine to the function's canary at its own sizes."""
+    return registry.expected_digest(binding.function, binding.constants, dtype=dtype)
 
 
 def load_adapter(name: str) -> type[Adapter]:

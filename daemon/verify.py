@@ -139,12 +139,16 @@ def _absent(contract: Contract, attestations: Sequence[tuple[str, Attestation]])
 def _unequal_sides(
     contract: Contract, attestations: Sequence[tuple[str, Attestation]]
 ) -> Iterable[RegionBreak]:
-    """One function gives one canary, whoever computes it: the trainer's first process is what others equal."""
+    """The specification gives one answer on every machine of a run: the trainer's first process is what others equal.
+
+    A bound object's own canary has the sizes its layout gives it, so it is compared within its process; the
+    reference canary has the function's own sizes everywhere, and ties the machines together.
+    """
     first: dict[tuple[str, str], str] = {}
     for _, attestation in sorted(attestations, key=lambda item: item[1].role != "trainer"):
         for name, binding in _bound(contract, attestation.role):
             entry = attestation.regions.get(name, {})
-            canary = entry.get("canary")
+            canary = entry.get("reference_canary")
             if canary is None or entry.get("enforcement", "install+refuse") not in _ENFORCED:
                 continue
             function = str(entry.get("function") or binding.function)
