@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from isoexec.kernels.attention.naive import QUERY_TILE
-from isoexec.kernels.attention.tile import attend, check_heads, scores
+from isoexec.kernels.attention.tile import attend, check_heads, weights
 from isoexec.kernels.domain import require
 from isoexec.kernels.library import define
 from isoexec.kernels.sums import halving_tree
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["attention_varlen"]
 
-BATCH = 4096  # segment products in one batch; changes no bit
+SCORES = 2**19  # scores held at a time; changes no bit
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, kv_segment: int) -> int:
@@ -35,82 +35,86 @@ def _check(q: Tensor, k: Tensor, v: Tensor, kv_segment: int) -> int:
 
 
 def _tile(x: Tensor, kv_heads: int, per: int) -> Tensor:
-    """[b, s, H, D] -> fp32 [tiles, b * KV, QUERY_TILE, D], rows token-major, zero padded."""
+    """[b, s, H, D] -> fp32 [b * KV, tiles * QUERY_TILE, D], rows token-major in a tile of `per` tokens, zero padded."""
     b, s, H, D = x.shape
     group, T = H // kv_heads, -(-s // per)
     x = x.to(torch.float32).reshape(b, s, kv_heads, group, D)
     if T * per != s:
         x = F.pad(x, (0, 0, 0, 0, 0, 0, 0, T * per - s))
-    x = x.view(b, T, per, kv_heads, group, D).permute(1, 0, 3, 2, 4, 5)
-    x = x.reshape(T, b * kv_heads, per * group, D)
-    return F.pad(x, (0, 0, 0, QUERY_TILE - per * group)) if per * group != QUERY_TILE else x
+    x = x.view(b, T, per, kv_heads, group, D).permute(0, 3, 1, 2, 4, 5)
+    x = x.reshape(b * kv_heads, T, per * group, D)
+    if per * group != QUERY_TILE:
+        x = F.pad(x, (0, 0, 0, QUERY_TILE - per * group))
+    return x.reshape(b * kv_heads, T * QUERY_TILE, D)
 
 
-def _untile(x: Tensor, b: int, s: int, kv_heads: int, group: int, per: int) -> Tensor:
-    """The inverse of `_tile`, back to [b, s, H, D]."""
-    T, D = x.shape[0], x.shape[-1]
-    x = x[:, :, : per * group].reshape(T, b, kv_heads, per, group, D).permute(1, 0, 3, 2, 4, 5)
-    return x.reshape(b, T * per, kv_heads * group, D)[:, :s]
+def _untile(x: Tensor, like: Tensor, kv_heads: int, per: int) -> Tensor:
+    """The inverse of `_tile`, in the shape and dtype of `like` [b, s, H, D]."""
+    b, s, H, D = like.shape
+    group = H // kv_heads
+    x = x.view(b, kv_heads, -1, QUERY_TILE, D)[:, :, :, : per * group].to(like.dtype)
+    x = x.unflatten(3, (per, group)).permute(0, 2, 3, 1, 4, 5)
+    return x.reshape(b, -1, H, D)[:, :s].contiguous()
 
 
-def _segments(x: Tensor, kv_segment: int) -> Tensor:
-    """[b, s, KV, D] -> fp32 [segments, b * KV, kv_segment, D], zero padded."""
+def _keys(x: Tensor, kv_segment: int) -> Tensor:
+    """[b, s, KV, D] -> fp32 [b * KV, whole segments, D], zero padded."""
     b, s, KV, D = x.shape
-    ns = -(-s // kv_segment)
-    x = x.to(torch.float32)
-    if ns * kv_segment != s:
-        x = F.pad(x, (0, 0, 0, 0, 0, ns * kv_segment - s))
-    x = x.view(b, ns, kv_segment, KV, D).permute(1, 0, 3, 2, 4)
-    return x.reshape(ns, b * KV, kv_segment, D).contiguous()
+    x = x.to(torch.float32).transpose(1, 2)
+    x = F.pad(x, (0, 0, 0, -s % kv_segment))
+    return x.reshape(b * KV, -1, D)
 
 
-def _runs(tiles: int, per: int, s: int, kv_segment: int) -> Iterator[tuple[int, int, int]]:
-    """(first tile, past the last, segments): neighbouring tiles that see the same number of segments."""
+def _unkeys(x: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `_keys`, in the shape and dtype of `like` [b, s, KV, D]."""
+    b, s, KV, D = like.shape
+    return x.view(b, KV, -1, D)[:, :, :s].to(like.dtype).transpose(1, 2).contiguous()
+
+
+def _runs(s: int, per: int, group: int, kv_segment: int) -> Iterator[tuple[slice, int, Tensor, int]]:
+    """Neighbouring tiles that see the same segments: (rows, keys, limit [1, rows], keys that all rows see)."""
+    tiles = -(-s // per)
+    token = torch.arange(QUERY_TILE) // group
     first = 0
     while first < tiles:
         need = -(-min((first + 1) * per, s) // kv_segment)
         past = first + 1
         while past < tiles and -(-min((past + 1) * per, s) // kv_segment) == need:
             past += 1
-        yield first, past, need
+        limit = torch.arange(first, past).unsqueeze(1) * per + token + 1
+        yield (
+            slice(first * QUERY_TILE, past * QUERY_TILE),
+            need * kv_segment,
+            limit.view(1, -1),
+            first * per + 1,
+        )
         first = past
-
-
-def _limits(first: int, past: int, per: int, group: int) -> Tensor:
-    """[tiles, 1, QUERY_TILE]: keys each row of each tile sees; at least one."""
-    token = torch.arange(QUERY_TILE) // group
-    return (torch.arange(first, past).unsqueeze(1) * per + token + 1).unsqueeze(1)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, kv_segment: int) -> tuple[Tensor, Tensor, Tensor]:
     group = _check(q, k, v, kv_segment)
-    b, s, _, D = q.shape
     KV = k.shape[2]
     per = QUERY_TILE // group
-    qt, ks, vs = _tile(q, KV, per), _segments(k, kv_segment), _segments(v, kv_segment)
-    T, B = qt.shape[:2]
-    out = torch.empty(T, B, QUERY_TILE, D, dtype=torch.float32)
-    top, total = (
-        torch.empty(T, B, QUERY_TILE, dtype=torch.float32),
-        torch.empty(T, B, QUERY_TILE, dtype=torch.float32),
-    )
-    for first, past, need in _runs(T, per, s, kv_segment):
-        n = past - first
-        step = max(1, BATCH // (n * need))
-        limit = _limits(first, past, per, group)
+    qt, kt, vt = _tile(q, KV, per).mul_(scale), _keys(k, kv_segment), _keys(v, kv_segment)
+    B, R, D = qt.shape
+    out = torch.empty(B, R, D, dtype=torch.float32)
+    top, total = (torch.empty(B, R, 1, dtype=torch.float32) for _ in range(2))
+    for rows, keys, limit, visible in _runs(q.shape[1], per, group, kv_segment):
+        M = rows.stop - rows.start
+        step = max(1, SCORES // (M * keys))
         for c in range(0, B, step):
-            here = slice(c, c + step)
-            kk, vv = (t[:need, here].unsqueeze(0).expand(n, -1, -1, -1, -1) for t in (ks, vs))
-            tile = slice(first, past)
-            out[tile, here], top[tile, here], total[tile, here] = attend(qt[tile, here], kk, vv, limit, scale)
-    return _untile(out, b, s, KV, group, per).to(q.dtype).contiguous(), top, total
+            at = (slice(c, c + step), rows)
+            out[at], top[at], total[at] = attend(
+                qt[at], kt[at[0], :keys], vt[at[0], :keys], limit, visible, M, kv_segment
+            )
+    return _untile(out, q, KV, per), top, total
 
 
 def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, scale: float, kv_segment: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     per = QUERY_TILE // (q.shape[2] // k.shape[2])
-    shape = (-(-q.shape[1] // per), q.shape[0] * k.shape[2], QUERY_TILE)
+    shape = (q.shape[0] * k.shape[2], -(-q.shape[1] // per) * QUERY_TILE, 1)
     row = q.new_empty(shape, dtype=torch.float32)
     return q.new_empty(q.shape), row, torch.empty_like(row)
 
@@ -126,45 +130,32 @@ def _grad(
     scale: float,
     kv_segment: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    b, s, H, D = q.shape
     KV = k.shape[2]
-    group = H // KV
+    group = q.shape[2] // KV
     per = QUERY_TILE // group
     qt, gt, ot = (_tile(t, KV, per) for t in (q, g, out))
-    ks, vs = _segments(k, kv_segment), _segments(v, kv_segment)
-    T, B = qt.shape[:2]
-    delta = halving_tree(gt * ot)
-    dq = torch.zeros(T, B, QUERY_TILE, D, dtype=torch.float32)
-    dk, dv = torch.zeros_like(ks), torch.zeros_like(vs)
-    for first, past, need in _runs(T, per, s, kv_segment):
-        limit = _limits(first, past, per, group)
-        for t in range(first, past):
-            shape = (need * B, QUERY_TILE, D)
-            kk, vv = ks[:need].view(need * B, kv_segment, D), vs[:need].view(need * B, kv_segment, D)
-            p = scores(
-                qt[t].unsqueeze(0),
-                ks[:need].unsqueeze(0),
-                limit[t - first : t - first + 1],
-                scale,
-                QUERY_TILE,
-            )[0]
-            p = p.sub_(top[t].unsqueeze(1)).exp_().div_(total[t].unsqueeze(1))  # [need, B, seg, QUERY_TILE]
-            flat = p.view(need * B, kv_segment, QUERY_TILE)
-            gq = gt[t].expand(need, B, QUERY_TILE, D).reshape(shape)
-            dv[:need].view(need * B, kv_segment, D).baddbmm_(flat, gq)
-            dp = torch.bmm(vv, gq.transpose(1, 2)).view_as(p)
-            ds = dp.sub_(delta[t].unsqueeze(1)).mul_(p).mul_(scale).view_as(flat)
-            qq = qt[t].expand(need, B, QUERY_TILE, D).reshape(shape)
-            dk[:need].view(need * B, kv_segment, D).baddbmm_(ds, qq)
-            part = torch.bmm(ds.transpose(1, 2), kk).view(need, B, QUERY_TILE, D)
-            for j in range(need):
-                dq[t].add_(part[j])
-    back = (
-        x.view(-1, b, KV, kv_segment, D).permute(1, 0, 3, 2, 4).reshape(b, -1, KV, D)[:, :s].to(k.dtype)
-        for x in (dk, dv)
-    )
-    gk, gv = (x.contiguous() for x in back)
-    return _untile(dq, b, s, KV, group, per).to(q.dtype).contiguous(), gk, gv
+    delta = halving_tree(ot.mul_(gt)).unsqueeze(2)
+    qt.mul_(scale)
+    kt, vt = _keys(k, kv_segment), _keys(v, kv_segment)
+    dq, dk, dv = (torch.zeros_like(t) for t in (qt, kt, vt))
+    B = qt.shape[0]
+    for rows, keys, limit, visible in _runs(q.shape[1], per, group, kv_segment):
+        M = rows.stop - rows.start
+        step = max(1, SCORES // (M * keys))
+        for c in range(0, B, step):
+            here, at = slice(c, c + step), (slice(c, c + step), rows)
+            p, _ = weights(qt[at], kt[here, :keys], limit, visible, M)
+            p.div_(total[at])
+            ds = torch.bmm(gt[at], vt[here, :keys].transpose(1, 2)).sub_(delta[at]).mul_(p)
+            # a key's gradient adds the query tiles in order, a query's adds the segments in order
+            for a in range(0, M, QUERY_TILE):
+                tile, row = slice(a, a + QUERY_TILE), slice(rows.start + a, rows.start + a + QUERY_TILE)
+                dv[here, :keys].baddbmm_(p[:, tile].transpose(1, 2), gt[here, row])
+                dk[here, :keys].baddbmm_(ds[:, tile].transpose(1, 2), qt[here, row])
+            for a in range(0, keys, kv_segment):
+                segment = slice(a, a + kv_segment)
+                dq[at].baddbmm_(ds[:, :, segment], kt[here, segment])
+    return _untile(dq.mul_(scale), q, KV, per), _unkeys(dk, k), _unkeys(dv, v)
 
 
 def _grad_fake(

@@ -2,7 +2,8 @@
 """attention.segments/1: causal softmax attention over absolute key segments of kv_segment, in fp32, rounded once.
 
 A tile holds QUERY_TILE rows: the heads of one KV group at neighbouring tokens, token-major. Keys of segment j are
-[kv_segment * j, kv_segment * (j + 1)). A row's max runs over all its visible keys; a masked key weighs exactly zero.
+[kv_segment * j, kv_segment * (j + 1)). Queries are scaled before the product. A row's max runs over all its visible keys;
+a masked key weighs exactly zero.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ QUERY_TILE = 16
 
 def attend(q: Tensor, k: Tensor, v: Tensor, limit: Tensor, scale: float, *, kv_segment: int) -> Tensor:
     """One tile: q [QUERY_TILE, D], k and v [segments * kv_segment, D], row i sees keys below limit[i]; fp32 [QUERY_TILE, D]."""
-    scores = torch.cat([segment @ q.t() for segment in k.split(kv_segment)]) * scale  # [keys, QUERY_TILE]
+    scores = torch.cat([segment @ (q * scale).t() for segment in k.split(kv_segment)])  # [keys, QUERY_TILE]
     scores = scores.masked_fill(torch.arange(len(k)).unsqueeze(1) >= limit, float("-inf"))
     weights = torch.exp(scores - scores.amax(0))
     out, total = (

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from isoexec.kernels.attention.naive import QUERY_TILE
 from isoexec.kernels.attention.tile import attend, check_heads
@@ -20,15 +19,16 @@ if TYPE_CHECKING:
 
 __all__ = ["PagedPlan", "attention_paged"]
 
-BATCH = 256  # tiles in one batch; changes no bit
+KEYS = 2**13  # keys gathered at a time; changes no bit
+WIDE = 4  # tiles of a long prefill that share one gather; changes no bit
 
 
 class PagedPlan:
     """Tiles of one engine step.
 
     `starts` [requests + 1]: first query token of each request, and the end. `seq_lens` [requests]: keys each request has once
-    this step's are written. `group`: query heads to a KV head. Decode (one token) and prefill tiles are kept apart, longest
-    first, so that the element-wise work of a decode tile is one token's.
+    this step's are written. `group`: query heads to a KV head. Decode (one token), short and long prefill tiles are kept
+    apart, so that the element-wise work of a decode tile is one token's; longest first, so that a batch wastes little.
     """
 
     def __init__(
@@ -51,35 +51,44 @@ class PagedPlan:
         self.group = group
         self.kv_segment = kv_segment
         per = QUERY_TILE // group
-        decode: list[tuple[int, int, int, int]] = []
-        prefill: list[tuple[int, int, int, int]] = []
+        widths: dict[int, list[tuple[int, int, int, int]]] = {1: [], per: [], WIDE * per: []}
         for request, length in enumerate(seq_lens):
-            first, end = int(starts[request]), int(starts[request + 1])
-            before = int(length) - (end - first)
+            a, end = int(starts[request]), int(starts[request + 1])
+            before = int(length) - (end - a)
             require(
                 before >= 0,
                 "attention",
-                f"request {request}: {end - first} queries, {length} keys",
+                f"request {request}: {end - a} queries, {length} keys",
                 "at least as many keys as queries",
             )
-            for a in range(first, end, per):
-                n = min(per, end - a)
-                (decode if n == 1 else prefill).append((before + a - first + n, a, n, request))
-        self.batches: list[tuple[Tensor, Tensor, Tensor, int, int]] = []
-        for tiles, width in ((decode, 1), (prefill, per)):
+            keys = before
+            while a < end:
+                left = end - a
+                width = WIDE * per if left >= WIDE * per else per if left > 1 else 1
+                n = min(width, left)
+                keys += n
+                widths[width].append((keys, a, n, request))
+                a += n
+        self.batches: list[tuple[Tensor, Tensor, Tensor, int, int, bool]] = []
+        for width, tiles in widths.items():
             tiles.sort(key=lambda t: -t[0])
-            for c in range(0, len(tiles), BATCH):
-                self._add(tiles[c : c + BATCH], width)
+            first = 0
+            while first < len(tiles):
+                count = max(1, KEYS // tiles[first][0])
+                self._add(tiles[first : first + count], width)
+                first += count
 
     def _add(self, tiles: list[tuple[int, int, int, int]], width: int) -> None:
         last, first, count, request = torch.tensor(tiles).unbind(1)
         step = torch.arange(width)
         valid = step < count.unsqueeze(1)
         token = torch.where(valid, first.unsqueeze(1) + step, -1)
-        # a row of padding sees one key, so that its sum is not zero
-        limit = torch.where(valid, (last - count).unsqueeze(1) + step + 1, 1).repeat_interleave(self.group, 1)
+        # a row of padding sees what the tile's last row sees: any limit does, nothing reads it
+        limit = torch.minimum((last - count).unsqueeze(1) + step + 1, last.unsqueeze(1))
+        visible = int(limit.min())
         segments = -(-tiles[0][0] // self.kv_segment)
-        self.batches.append((token, request, limit.unsqueeze(1), segments, int(valid.all())))
+        limit = limit.repeat_interleave(self.group, 1)
+        self.batches.append((token, request, limit, visible, segments, bool(valid.all())))
 
 
 def _paged(
@@ -89,8 +98,9 @@ def _paged(
     token: Tensor,
     request: Tensor,
     limit: Tensor,
+    visible: int,
     segments: int,
-    full: int,
+    full: bool,
     scale: float,
     kv_segment: int,
     out: Tensor,
@@ -101,20 +111,25 @@ def _paged(
     n, width = token.shape
     in_block = block // kv_segment
     j = torch.arange(segments)
-    blocks = block_table.index_select(0, request)[:, j // in_block].long()  # [n, segments]
-    rows = (blocks.unsqueeze(-1) * KV + torch.arange(KV)) * in_block + (j % in_block).unsqueeze(-1)
-    kv = cache.view(-1, kv_segment * D2).index_select(0, rows.view(-1)).to(torch.float32)
-    kv = kv.view(n, segments, KV, kv_segment, D2)
-    tile = q.index_select(0, token.clamp(min=0).view(-1)).to(torch.float32)
-    tile = tile.view(n, width, KV, group, D).transpose(1, 2).reshape(n, KV, width * group, D)
-    tile = F.pad(tile, (0, 0, 0, QUERY_TILE - width * group))
-    o, _, _ = attend(tile, kv[..., :D], kv[..., D:], limit, scale, width * group)
-    o = o.view(n, KV, width, group, D).transpose(1, 2).reshape(n * width, H, D).to(out.dtype)
+    blocks = block_table.index_select(0, request)[:, j // in_block].to(torch.int64)  # [n, segments]
+    pieces = (blocks.unsqueeze(1) * KV + torch.arange(KV).unsqueeze(1)) * in_block + j % in_block
+    kv = cache.view(-1, kv_segment * D2).index_select(0, pieces.view(-1)).to(torch.float32)
+    kv = kv.view(n * KV, segments * kv_segment, D2)
+    rows = width * group
+    tile = q.index_select(0, (token if full else token.clamp(min=0)).view(-1)).to(torch.float32).mul_(scale)
+    tile = tile.view(n, width, KV, group, D).transpose(1, 2)
+    M = -(-rows // QUERY_TILE) * QUERY_TILE
+    whole = torch.zeros(n, KV, M, D, dtype=torch.float32)
+    whole[:, :, :rows].unflatten(2, (width, group)).copy_(tile)
+    if visible < segments * kv_segment:
+        limit = limit.repeat_interleave(KV, 0)
+    o, _, _ = attend(whole.view(n * KV, M, D), kv[..., :D], kv[..., D:], limit, visible, rows, kv_segment)
+    o = o.unflatten(1, (width, group)).unflatten(0, (n, KV)).transpose(1, 2).reshape(n * width, H, D)
     flat = token.view(-1)
     if not full:
         keep = flat >= 0
         flat, o = flat[keep], o[keep]
-    out.index_copy_(0, flat, o)
+    out.index_copy_(0, flat, o.to(out.dtype))
 
 
 def _paged_fake(
@@ -124,8 +139,9 @@ def _paged_fake(
     token: Tensor,
     request: Tensor,
     limit: Tensor,
+    visible: int,
     segments: int,
-    full: int,
+    full: bool,
     scale: float,
     kv_segment: int,
     out: Tensor,
@@ -135,7 +151,7 @@ def _paged_fake(
 
 _op = define(
     "attention_paged(Tensor q, Tensor cache, Tensor block_table, Tensor token, Tensor request, Tensor limit, "
-    "int segments, int full, float scale, int kv_segment, Tensor(a!) out) -> ()",
+    "int visible, int segments, bool full, float scale, int kv_segment, Tensor(a!) out) -> ()",
     _paged,
     _paged_fake,
 )
@@ -164,5 +180,18 @@ def attention_paged(
         f"cache blocks of {block} keys, contiguous {cache.is_contiguous()}",
         f"contiguous blocks that hold whole segments of {plan.kv_segment}",
     )
-    for token, request, limit, segments, full in plan.batches:
-        _op(q, cache, block_table, token, request, limit, segments, full, float(scale), plan.kv_segment, out)
+    for token, request, limit, visible, segments, full in plan.batches:
+        _op(
+            q,
+            cache,
+            block_table,
+            token,
+            request,
+            limit,
+            visible,
+            segments,
+            full,
+            float(scale),
+            plan.kv_segment,
+            out,
+        )

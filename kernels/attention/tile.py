@@ -14,7 +14,7 @@ from isoexec.kernels.sums import halving_tree
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["attend", "check_heads", "scores"]
+__all__ = ["attend", "check_heads", "weights"]
 
 
 def check_heads(q: Tensor, heads: int, kv_heads: int, head_dim: int, kv_segment: int) -> int:
@@ -35,40 +35,40 @@ def check_heads(q: Tensor, heads: int, kv_heads: int, head_dim: int, kv_segment:
     return heads // kv_heads
 
 
-def scores(q: Tensor, k: Tensor, limit: Tensor, scale: float, rows: int) -> Tensor:
-    """fp32 [n, ns, h, seg, rows]: masked, scaled products of k [n, ns, h, seg, D] and q [n, h, QUERY_TILE, D].
+def weights(q: Tensor, k: Tensor, limit: Tensor, visible: int, rows: int) -> tuple[Tensor, Tensor]:
+    """exp(score - row maximum), fp32 [n, M, S], of its first `rows` rows, and those rows' maxima [n, rows, 1].
 
-    limit [n, 1 or h, rows]: how many keys a row sees.
+    q [n, M, D] scaled, M whole tiles; k [n, S, D]; limit [n or 1, rows] keys a row sees, none fewer than `visible`.
+    Rows past `rows` hold plain scores: finite, and nothing reads what comes of them.
     """
-    n, ns, h, seg, D = k.shape
-    qt = q.unsqueeze(1).expand(n, ns, h, QUERY_TILE, D).reshape(n * ns * h, QUERY_TILE, D).transpose(1, 2)
-    s = torch.bmm(k.reshape(n * ns * h, seg, D), qt).view(n, ns, h, seg, QUERY_TILE)
-    s = s[..., :rows] * scale
-    place = torch.arange(ns * seg).view(1, ns, 1, seg, 1)
-    return s.masked_fill_(place >= limit.unsqueeze(1).unsqueeze(3), float("-inf"))
+    s = torch.bmm(q, k.transpose(1, 2))
+    live = s[:, :rows]
+    S = s.shape[2]
+    if visible < S:
+        place = torch.arange(visible, S)
+        live[:, :, visible:].masked_fill_(place >= limit.unsqueeze(2), float("-inf"))
+    top = live.amax(2, keepdim=True)
+    live.sub_(top).exp_()
+    return s, top
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, limit: Tensor, scale: float, rows: int = QUERY_TILE
+    q: Tensor, k: Tensor, v: Tensor, limit: Tensor, visible: int, rows: int, kv_segment: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs fp32 [n, h, rows, D], row maxima and row sums [n, h, rows] of n tiles with h KV heads each.
+    """Outputs fp32 [n, rows, D], row maxima and row sums [n, rows, 1]; arguments as `weights`, v [n, S, D].
 
-    q [n, h, QUERY_TILE, D]; k and v [n, ns, h, seg, D]. The products always have QUERY_TILE rows; the element-wise
-    middle runs on the first `rows` only. Segments past a row's limit add exact zeros.
+    Segments past a row's limit add exact zeros.
     """
-    n, ns, h, seg, D = k.shape
-    p = scores(q, k, limit, scale, rows)
-    top = p.amax((1, 3), keepdim=True)
-    p = p.sub_(top).exp_()
-    sums = halving_tree(p, 3)
-    if rows != QUERY_TILE:
-        whole = p.new_zeros((n, ns, h, seg, QUERY_TILE))
-        whole[..., :rows] = p
-        p = whole
-    o = torch.bmm(p.view(n * ns * h, seg, QUERY_TILE).transpose(1, 2), v.reshape(n * ns * h, seg, D))
-    o = o.view(n, ns, h, QUERY_TILE, D)[:, :, :, :rows]
-    out, total = o[:, 0] + 0.0, sums[:, 0]
-    for j in range(1, ns):
-        out.add_(o[:, j])
-        total = total + sums[:, j]
-    return out.div_(total.unsqueeze(-1)), top[:, 0, :, 0], total
+    p, top = weights(q, k, limit, visible, rows)
+    n, M, S = p.shape
+    ns = S // kv_segment
+    sums = halving_tree(p[:, :rows].unflatten(2, (ns, kv_segment)))
+    out = torch.zeros(n, M, q.shape[2], dtype=torch.float32)
+    total = sums[:, :, 0]
+    for j in range(ns):
+        here = slice(j * kv_segment, (j + 1) * kv_segment)
+        out.baddbmm_(p[:, :, here], v[:, here])
+        if j:
+            total = total + sums[:, :, j]
+    total = total.unsqueeze(2)
+    return out[:, :rows].div_(total), top, total

@@ -22,7 +22,7 @@ POSITIONS = torch.arange(5)
 
 
 def _paged() -> tuple[Any, ...]:
-    token, request, limit, segments, full = PagedPlan([0, 1, 4], [9, 40], 2).batches[-1]
+    token, request, limit, visible, segments, full = PagedPlan([0, 1, 4], [9, 40], 2).batches[-1]
     cache, table = fill(4, 2, 32, 64, salt=1), torch.arange(4, dtype=torch.int32).view(2, 2)
     return (
         fill(4, 4, 32, salt=2),
@@ -31,6 +31,7 @@ def _paged() -> tuple[Any, ...]:
         token,
         request,
         limit,
+        visible,
         segments,
         full,
         0.2,

@@ -61,7 +61,7 @@ def _stock_embedding(ids: Tensor, w: Tensor) -> Tensor:
 def _stock_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     attend: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
     heads_first = (t.transpose(1, 2) for t in (q, k, v))
-    out = attend(*heads_first, is_causal=True, scale=scale, enable_gqa=True)
+    out = attend(*list(heads_first), is_causal=True, scale=scale, enable_gqa=True)
     return out.transpose(1, 2)
 
 
