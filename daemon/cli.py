@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -209,7 +210,7 @@ def check(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one verdict a line")
     chosen = parser.parse_args(argv)
     path = chosen.journal / "journal.sqlite" if chosen.journal.is_dir() else chosen.journal
-    outcomes: dict[str, int] = {"pass": 0, "violation": 0, "unknown": 0}
+    counts: Counter[str] = Counter()
     try:
         journal = Journal.open(path)
         windows = 0
@@ -223,7 +224,8 @@ def check(argv: Sequence[str] | None = None) -> int:
                 history = history.after(verdicts)
                 windows += 1
                 for verdict in verdicts:
-                    outcomes[verdict.outcome] += 1
+                    recorded = (verdict.outcome, verdict.action) == ("unknown", "dryrun")
+                    counts["only recorded as unknown" if recorded else verdict.outcome] += 1
                     _print(name, verdict, as_json=chosen.json)
         journal.close()
     except IsoExecError as error:
@@ -233,15 +235,14 @@ def check(argv: Sequence[str] | None = None) -> int:
         print("isoexec check: there is no window to judge", file=sys.stderr)
         return 2
     if not chosen.json:
-        counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
-        print(f"{windows} windows: {counts}")
-    if outcomes["violation"]:
+        print(f"{windows} windows: " + ", ".join(f"{count} {what}" for what, count in counts.items()))
+    if counts["violation"]:
         return 1
-    return 3 if outcomes["unknown"] else 0
+    return 3 if counts["unknown"] or not counts["pass"] else 0
 
 
 def _print(run: str, verdict: Verdict, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"run": run, **verdict.to_dict()}, sort_keys=True))
-    elif verdict.outcome != "pass":
+    elif verdict.outcome != "pass" and verdict.action != "dryrun":
         print(f"{run} step {verdict.step}: {verdict.outcome} ({verdict.action}) {verdict.message}")

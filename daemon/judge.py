@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from isoexec.contracts.causes import CAUSES
@@ -14,7 +14,7 @@ from isoexec.contracts.rules import DEFAULT_RULES, Rule, load_rules
 from isoexec.contracts.verdict import RuleHistory, Verdict, evaluate, guard_state, overall
 from isoexec.contracts.window import Window
 
-__all__ = ["CLAIM_SIGNALS", "Judge", "claim_outcomes", "lease_state", "marker_of", "rules_for"]
+__all__ = ["CLAIM_SIGNALS", "Judge", "claim_outcomes", "lease_state", "marker_of", "rules_for", "run_outcome"]
 
 # claim -> (facts of the window that break it, silences that leave it unknown)
 CLAIM_SIGNALS: Mapping[str, tuple[str, ...]] = {
@@ -85,6 +85,16 @@ def marker_of(window: Window, verdicts: Sequence[Verdict]) -> HaltMarker:
         time=time.time(),
         runbook=worst.runbook,
     )
+
+
+def run_outcome(verdicts: Iterable[tuple[str, str]]) -> str:
+    """Give one outcome for the (outcome, action) of every rule: violation, then unknown, then pass.
+
+    What a rule only records as unknown (`dryrun`: a rescore that is not sampled, a baseline that is too young)
+    does not make the run unknown; without a single pass it is.
+    """
+    found = [outcome for outcome, action in verdicts if (outcome, action) != ("unknown", "dryrun")]
+    return next((one for one in ("violation", "unknown", "pass") if one in found), "unknown")
 
 
 def claim_outcomes(window: Window) -> dict[str, str]:

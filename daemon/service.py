@@ -29,7 +29,7 @@ from isoexec.daemon.halt import LeaseKeeper, ProcessHandle, escalate
 from isoexec.daemon.handshake import agree
 from isoexec.daemon.ingest import Connection, Ingest
 from isoexec.daemon.journal import Journal
-from isoexec.daemon.judge import Judge, claim_outcomes, lease_state, marker_of, rules_for
+from isoexec.daemon.judge import Judge, claim_outcomes, lease_state, marker_of, rules_for, run_outcome
 from isoexec.daemon.metrics import Metrics
 from isoexec.daemon.runs import Run
 from isoexec.daemon.store import write_samples
@@ -476,9 +476,7 @@ class Service:
         if dropped:
             loser = max(run.processes.values(), key=lambda process: process.lost)
             metrics.add("messages_dropped", dropped, run=name, role=loser.role)
-        outcomes = {verdict.outcome for verdict in verdicts}
-        worst = next((one for one in ("violation", "unknown", "pass") if one in outcomes), "unknown")
-        metrics.state("verdict", worst, run=name)
+        metrics.state("verdict", run_outcome((v.outcome, v.action) for v in verdicts), run=name)
         for verdict in verdicts:
             metrics.state("rule_outcome", verdict.outcome, run=name, rule=verdict.rule)
             if verdict.action != "none":

@@ -91,8 +91,9 @@ def _region(
 
     breaks: list[RegionBreak] = []
     canary, expected = entry.get("canary"), entry.get("expected_canary")
-    readable = canary is not None and expected is not None
-    if readable and canary != expected:
+    compared = canary is not None and expected is not None
+    readable = compared and entry.get("reference_canary") is not None
+    if compared and canary != expected:
         breaks.append(broken("canary", expected, canary))
     providers = binding.providers_for(attestation.role)
     admitted = {provider.name for provider in providers}
@@ -104,7 +105,7 @@ def _region(
         breaks.append(broken("object", " or ".join(sorted(admitted)), provider))
     elif entry.get("problem"):
         breaks.append(broken("object", binding.function, entry["problem"]))
-    elif readable and not breaks and entry.get("ok") is not True:
+    elif compared and not breaks and entry.get("ok") is not True:
         breaks.append(broken("object", binding.function, entry.get("object")))
     sources = {one.source for one in providers if one.source and provider in (None, one.name)}
     sources.discard(_UNPINNED)

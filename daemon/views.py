@@ -8,14 +8,9 @@ from typing import Any
 
 from isoexec.contracts.halting import HaltMarker, StateDirectory
 from isoexec.daemon.journal import Journal
+from isoexec.daemon.judge import run_outcome
 
-__all__ = ["run_summary", "run_view", "runs_view", "worst_outcome"]
-
-
-def worst_outcome(verdicts: list[dict[str, Any]]) -> str:
-    """Give violation before unknown before pass; unknown where there is no verdict at all."""
-    outcomes = {verdict["outcome"] for verdict in verdicts}
-    return next((one for one in ("violation", "unknown", "pass") if one in outcomes), "unknown")
+__all__ = ["run_summary", "run_view", "runs_view"]
 
 
 def run_summary(state: StateDirectory, journal: Journal, row: dict[str, Any]) -> dict[str, Any]:
@@ -35,7 +30,7 @@ def run_summary(state: StateDirectory, journal: Journal, row: dict[str, Any]) ->
         "ended": row["ended"],
         "halted": marker is not None,
         "marker": dataclasses.asdict(marker) if marker else None,
-        "outcome": worst_outcome(verdicts),
+        "outcome": run_outcome((verdict["outcome"], verdict["action"]) for verdict in verdicts),
         "step": window["step"] if window else None,
         "weight_version": window["weight_version"] if window else None,
         "last_window": last[0]["time"] if last else None,
@@ -53,6 +48,7 @@ def run_summary(state: StateDirectory, journal: Journal, row: dict[str, Any]) ->
             {key: verdict[key] for key in ("rule", "outcome", "action", "cause", "message", "runbook")}
             for verdict in verdicts
             if verdict["outcome"] != "pass"
+            and (verdict["outcome"], verdict["action"]) != ("unknown", "dryrun")
         ],
     }
 

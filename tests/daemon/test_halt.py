@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Halting for real: the order of marker and lease, a hung main loop, and real processes that do not heed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isoexec.contracts.halting import HaltMarker, LeasePage, LeaseState, Policy, StateDirectory
+from isoexec.daemon import halt
+from isoexec.daemon.config import Escalation
+from isoexec.daemon.halt import LeaseKeeper, ProcessHandle, escalate
+
+MARKER = HaltMarker(run="r", step=3, rule="unequal", cause="weights_stale", verdict="violation")
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Iterator[LeaseKeeper]:
+    one = LeaseKeeper(StateDirectory(tmp_path).make(), ttl_seconds=0.6)
+    one.start()
+    yield one
+    one.close()
+
+
+def test_a_lease_is_renewed_until_the_keeper_ends(keeper: LeaseKeeper, tmp_path: Path) -> None:
+    keeper.set("r", LeaseState.OK, Policy.FAIL_CLOSED)
+    page = LeasePage.open(StateDirectory(tmp_path).run("r").lease)
+    first = page.read().deadline_ns
+    deadline = time.monotonic() + 5
+    while page.read().deadline_ns == first and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert page.read().deadline_ns > first
+    assert page.fine()
+    keeper.close()
+    time.sleep(0.7)  # longer than the lease
+    assert not page.fine()
+
+
+def test_a_main_loop_that_hangs_loses_the_lease(
+    keeper: LeaseKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(halt, "LOOP_STALL_SECONDS", 0.1)
+    keeper.set("r", LeaseState.OK, Policy.FAIL_OPEN)
+    page = LeasePage.open(StateDirectory(tmp_path).run("r").lease)
+    deadline = time.monotonic() + 5
+    while page.fine() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not page.fine()
+    keeper.beat()
+    while not page.fine() and time.monotonic() < deadline:
+        keeper.beat()
+        time.sleep(0.01)
+    assert page.fine()
+
+
+def test_the_marker_lies_there_before_the_lease_says_halt(
+    keeper: LeaseKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = StateDirectory(tmp_path).run("r")
+    keeper.set("r", LeaseState.OK, Policy.FAIL_OPEN)
+    seen: list[LeaseState] = []
+    write = HaltMarker.write
+
+    def watched(self: HaltMarker, directory: Path) -> Path:
+        path = write(self, directory)
+        seen.append(LeasePage.open(run.lease).read().state)
+        return path
+
+    monkeypatch.setattr(HaltMarker, "write", watched)
+    keeper.halt(MARKER, Policy.FAIL_OPEN)
+    assert seen == [LeaseState.OK]
+    lease = LeasePage.open(run.lease).read()
+    assert (lease.state, lease.step, lease.rule, lease.cause) == (
+        LeaseState.HALT,
+        3,
+        "unequal",
+        "weights_stale",
+    )
+
+
+def test_a_marker_that_cannot_be_written_is_no_halt(
+    keeper: LeaseKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper.set("r", LeaseState.OK, Policy.FAIL_OPEN)
+
+    def full(self: HaltMarker, directory: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(HaltMarker, "write", full)
+    with pytest.raises(OSError, match="space"):
+        keeper.halt(MARKER, Policy.FAIL_OPEN)
+    assert LeasePage.open(StateDirectory(tmp_path).run("r").lease).read().state is LeaseState.OK
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(code: str) -> subprocess.Popen[str]:
+        one = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True)
+        started.append(one)
+        assert one.stdout is not None
+        assert one.stdout.readline() == "up\n"
+        return one
+
+    yield begin
+    for one in started:
+        one.kill()
+        one.wait()
+        assert one.stdout is not None
+        one.stdout.close()
+
+
+HEEDS = "import time\nprint('up', flush=True)\ntime.sleep(60)"
+IGNORES = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(60)"
+ENDS = "print('up', flush=True)"
+
+
+@pytest.mark.parametrize(
+    ("code", "stages", "status"),
+    [
+        (ENDS, ["stopped"], 0),
+        (HEEDS, ["terminate", "stopped"], -signal.SIGTERM),
+        (IGNORES, ["terminate", "kill"], -signal.SIGKILL),
+    ],
+)
+def test_escalation_goes_as_far_as_it_must_and_says_so(
+    child: Callable[[str], Any], code: str, stages: list[str], status: int
+) -> None:
+    process = child(code)
+    handle = ProcessHandle.open(process.pid)
+    assert handle is not None
+    recorded: list[tuple[str, list[int]]] = []
+    settings = Escalation(enabled=True, cooperative_seconds=0.5, terminate_seconds=0.5)
+    asyncio.run(escalate(lambda: [handle], settings, lambda stage, pids: recorded.append((stage, pids))))
+    assert [stage for stage, _ in recorded] == stages
+    assert process.wait(10) == status
+    assert all(pids == [process.pid] for stage, pids in recorded if stage != "stopped")
+    handle.close()
+
+
+def test_a_process_that_is_gone_or_is_the_daemon_gives_no_handle() -> None:
+    assert ProcessHandle.open(os.getpid()) is None
+    assert ProcessHandle.open(0) is None
+    assert ProcessHandle.open(2**22 + 5) is None
