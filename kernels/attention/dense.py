@@ -95,17 +95,18 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, kv_segment: int) -> 
     group = _check(q, k, v, kv_segment)
     KV = k.shape[2]
     per = QUERY_TILE // group
-    qt, kt, vt = _tile(q, KV, per).mul_(scale), _keys(k, kv_segment), _keys(v, kv_segment)
+    qt, kt, vt = _tile(q, KV, per) * scale, _keys(k, kv_segment), _keys(v, kv_segment)
     B, R, D = qt.shape
     out = torch.empty(B, R, D, dtype=torch.float32)
-    top, total = (torch.empty(B, R, 1, dtype=torch.float32) for _ in range(2))
+    top, total = (torch.empty(B, R, dtype=torch.float32) for _ in range(2))
+    columns = qt.transpose(1, 2).contiguous()
     for rows, keys, limit, visible in _runs(q.shape[1], per, group, kv_segment):
         M = rows.stop - rows.start
         step = max(1, SCORES // (M * keys))
         for c in range(0, B, step):
             at = (slice(c, c + step), rows)
             out[at], top[at], total[at] = attend(
-                qt[at], kt[at[0], :keys], vt[at[0], :keys], limit, visible, M, kv_segment
+                columns[at[0], :, rows], kt[at[0], :keys], vt[at[0], :keys], limit, visible, M, kv_segment
             )
     return _untile(out, q, KV, per), top, total
 
@@ -114,7 +115,7 @@ def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, scale: float, kv_segment: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     per = QUERY_TILE // (q.shape[2] // k.shape[2])
-    shape = (q.shape[0] * k.shape[2], -(-q.shape[1] // per) * QUERY_TILE, 1)
+    shape = (q.shape[0] * k.shape[2], -(-q.shape[1] // per) * QUERY_TILE)
     row = q.new_empty(shape, dtype=torch.float32)
     return q.new_empty(q.shape), row, torch.empty_like(row)
 
@@ -134,8 +135,8 @@ def _grad(
     group = q.shape[2] // KV
     per = QUERY_TILE // group
     qt, gt, ot = (_tile(t, KV, per) for t in (q, g, out))
-    delta = halving_tree(ot.mul_(gt)).unsqueeze(2)
-    qt.mul_(scale)
+    delta = halving_tree(ot * gt)
+    qt = qt * scale  # never in place: a tile can be a view of the input
     kt, vt = _keys(k, kv_segment), _keys(v, kv_segment)
     dq, dk, dv = (torch.zeros_like(t) for t in (qt, kt, vt))
     B = qt.shape[0]
@@ -144,17 +145,17 @@ def _grad(
         step = max(1, SCORES // (M * keys))
         for c in range(0, B, step):
             here, at = slice(c, c + step), (slice(c, c + step), rows)
-            p, _ = weights(qt[at], kt[here, :keys], limit, visible, M)
-            p.div_(total[at])
-            ds = torch.bmm(gt[at], vt[here, :keys].transpose(1, 2)).sub_(delta[at]).mul_(p)
+            p, _ = weights(qt[at].transpose(1, 2), kt[here, :keys], limit, visible, M)  # [n, keys, M]
+            p.div_(total[at].unsqueeze(1))
+            ds = torch.bmm(vt[here, :keys], gt[at].transpose(1, 2)).sub_(delta[at].unsqueeze(1)).mul_(p)
             # a key's gradient adds the query tiles in order, a query's adds the segments in order
             for a in range(0, M, QUERY_TILE):
                 tile, row = slice(a, a + QUERY_TILE), slice(rows.start + a, rows.start + a + QUERY_TILE)
-                dv[here, :keys].baddbmm_(p[:, tile].transpose(1, 2), gt[here, row])
-                dk[here, :keys].baddbmm_(ds[:, tile].transpose(1, 2), qt[here, row])
+                dv[here, :keys].baddbmm_(p[:, :, tile], gt[here, row])
+                dk[here, :keys].baddbmm_(ds[:, :, tile], qt[here, row])
             for a in range(0, keys, kv_segment):
                 segment = slice(a, a + kv_segment)
-                dq[at].baddbmm_(ds[:, :, segment], kt[here, segment])
+                dq[at].baddbmm_(ds[:, segment].transpose(1, 2), kt[here, segment])
     return _untile(dq.mul_(scale), q, KV, per), _unkeys(dk, k), _unkeys(dv, v)
 
 

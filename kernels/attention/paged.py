@@ -117,13 +117,13 @@ def _paged(
     kv = kv.view(n * KV, segments * kv_segment, D2)
     rows = width * group
     tile = q.index_select(0, (token if full else token.clamp(min=0)).view(-1)).to(torch.float32).mul_(scale)
-    tile = tile.view(n, width, KV, group, D).transpose(1, 2)
+    tile = tile.view(n, width, KV, group, D).permute(0, 2, 4, 1, 3)
     M = -(-rows // QUERY_TILE) * QUERY_TILE
-    whole = torch.zeros(n, KV, M, D, dtype=torch.float32)
-    whole[:, :, :rows].unflatten(2, (width, group)).copy_(tile)
+    columns = torch.zeros(n, KV, D, M, dtype=torch.float32)
+    columns[..., :rows].unflatten(3, (width, group)).copy_(tile)
     if visible < segments * kv_segment:
         limit = limit.repeat_interleave(KV, 0)
-    o, _, _ = attend(whole.view(n * KV, M, D), kv[..., :D], kv[..., D:], limit, visible, rows, kv_segment)
+    o, _, _ = attend(columns.view(n * KV, D, M), kv[..., :D], kv[..., D:], limit, visible, rows, kv_segment)
     o = o.unflatten(1, (width, group)).unflatten(0, (n, KV)).transpose(1, 2).reshape(n * width, H, D)
     flat = token.view(-1)
     if not full:

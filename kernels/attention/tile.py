@@ -36,39 +36,50 @@ def check_heads(q: Tensor, heads: int, kv_heads: int, head_dim: int, kv_segment:
 
 
 def weights(q: Tensor, k: Tensor, limit: Tensor, visible: int, rows: int) -> tuple[Tensor, Tensor]:
-    """exp(score - row maximum), fp32 [n, M, S], of its first `rows` rows, and those rows' maxima [n, rows, 1].
+    """exp(score - row maximum), fp32 [n, S, rows], and the maxima [n, 1, rows].
 
-    q [n, M, D] scaled, M whole tiles; k [n, S, D]; limit [n or 1, rows] keys a row sees, none fewer than `visible`.
-    Rows past `rows` hold plain scores: finite, and nothing reads what comes of them.
+    q [n, D, M] scaled, M whole tiles of which the first `rows` rows count; k [n, S, D]; limit [n or 1, rows]: keys a row
+    sees, none fewer than `visible`.
     """
-    s = torch.bmm(q, k.transpose(1, 2))
-    live = s[:, :rows]
-    S = s.shape[2]
+    s = torch.bmm(k, q)
+    S = s.shape[1]
+    if rows < s.shape[2]:
+        # few rows of a tile: side by side in memory they are quicker to work on, and come back as a view
+        s = s[:, :, :rows].transpose(1, 2).contiguous().transpose(1, 2)
     if visible < S:
-        place = torch.arange(visible, S)
-        live[:, :, visible:].masked_fill_(place >= limit.unsqueeze(2), float("-inf"))
-    top = live.amax(2, keepdim=True)
-    live.sub_(top).exp_()
-    return s, top
+        place = torch.arange(visible, S).unsqueeze(1)
+        s[:, visible:].masked_fill_(place >= limit.unsqueeze(1), float("-inf"))
+    top = s.amax(1, keepdim=True)
+    return s.sub_(top).exp_(), top
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, limit: Tensor, visible: int, rows: int, kv_segment: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs fp32 [n, rows, D], row maxima and row sums [n, rows, 1]; arguments as `weights`, v [n, S, D].
+    """Outputs fp32 [n, rows, D], row maxima and row sums [n, rows]; arguments as `weights`, v [n, S, D].
 
     Segments past a row's limit add exact zeros.
     """
     p, top = weights(q, k, limit, visible, rows)
-    n, M, S = p.shape
-    ns = S // kv_segment
-    sums = halving_tree(p[:, :rows].unflatten(2, (ns, kv_segment)))
-    out = torch.zeros(n, M, q.shape[2], dtype=torch.float32)
-    total = sums[:, :, 0]
-    for j in range(ns):
-        here = slice(j * kv_segment, (j + 1) * kv_segment)
-        out.baddbmm_(p[:, :, here], v[:, here])
-        if j:
-            total = total + sums[:, :, j]
-    total = total.unsqueeze(2)
-    return out[:, :rows].div_(total), top, total
+    n, D, M = q.shape
+    ns = k.shape[1] // kv_segment
+    segments = p.unflatten(1, (ns, kv_segment))
+    if rows < M:
+        sums = halving_tree(segments.transpose(2, 3))
+        whole = torch.zeros(n, ns, M, kv_segment, dtype=torch.float32)
+        whole[:, :, :rows] = segments.transpose(2, 3)
+        values = v.unflatten(1, (ns, kv_segment)).flatten(0, 1)
+        parts = torch.bmm(whole.view(n * ns, M, kv_segment), values).view(n, ns, M, D)[:, :, :rows]
+        out = parts[:, 0] + 0.0
+    else:
+        sums = halving_tree(segments, 2)
+        out = torch.zeros(n, M, D, dtype=torch.float32)
+        for j in range(ns):
+            here = slice(j * kv_segment, (j + 1) * kv_segment)
+            out.baddbmm_(p[:, here].transpose(1, 2), v[:, here])
+    total = sums[:, 0]
+    for j in range(1, ns):
+        total = total + sums[:, j]
+        if rows < M:
+            out.add_(parts[:, j])
+    return out.div_(total.unsqueeze(2)), top.squeeze(1), total
