@@ -15,7 +15,6 @@ from isoexec.adapters.base import (
     Binding,
     CensusEntry,
     Plan,
-    RegionReport,
     Report,
     RuntimeDescription,
     make_plan,
@@ -61,7 +60,10 @@ class MegatronAdapter:
         """The GPTModel; InstallError where there is none yet."""
         if self._model is None:
             raise InstallError(
-                region="model", wanted="a built GPTModel", found="none", fix="construct MegatronAdapter(model)"
+                region="model",
+                wanted="a built GPTModel",
+                found="none",
+                fix="construct MegatronAdapter(model)",
             )
         return self._model
 
@@ -78,20 +80,29 @@ class MegatronAdapter:
                     fix="pass what exists: MegatronAdapter(model) or MegatronAdapter(groups=..., config=...)",
                 )
             return topology_of(self._groups, self._config)
-        model = self._model
+        live, problem = self._live_topology()
+        if problem is not None:
+            raise InstallError(
+                region="topology",
+                wanted="every module on the model's own process groups",
+                found=problem,
+                fix="build every module on the model's own process groups",
+            )
+        return live
+
+    def _live_topology(self) -> tuple[dict[str, int], str | None]:
+        """Degrees as the live modules have them, and which module first leaves the model's groups, if one does."""
+        model = self.model
         live = topology_of(model.pg_collection, model.config)
         for slot in slots(model):
             group = getattr(slot.module, "tp_group", None)
             size = group.size() if group is not None else live["TP"]
             split = getattr(slot.module, "sequence_parallel", None)
             if size != live["TP"] or (split is not None and bool(split) != (live["SP"] > 1)):
-                raise InstallError(
-                    region=slot.region,
-                    wanted=f"TP {live['TP']} and SP {live['SP']}, as the model has",
-                    found=f"{slot.path} on TP {size} with sequence_parallel={split}",
-                    fix="build every module on the model's own process groups",
-                )
-        return live
+                where = f"{slot.path} is on TP {size} with sequence_parallel={split}"
+                found = {**live, "TP": size, "SP": size if split else 1}
+                return found, f"{where}, the model on TP {live['TP']} and SP {live['SP']}"
+        return live, None
 
     def describe(self) -> RuntimeDescription:
         """Versions, live topology, and the objects that serve each region now."""
@@ -104,7 +115,9 @@ class MegatronAdapter:
                     modules.setdefault("rope", []).append(text)
             bound = getattr(self._model, "token_logprobs", None)
             if self._model.post_process:
-                modules["logprobs"] = [f"token_logprobs: {verifying.name_of(bound)}" if bound else "not installed"]
+                modules["logprobs"] = [
+                    f"token_logprobs: {verifying.name_of(bound)}" if bound else "not installed"
+                ]
         return RuntimeDescription(
             runtime="megatron-core",
             role=self.role,
@@ -117,7 +130,9 @@ class MegatronAdapter:
         """Bind the contract's regions for this process; TopologyError and InstallError as ``make_plan`` says."""
         _check_version()
         config = self._config if self._model is None else self._model.config
-        return make_plan(contract, self.role, self.topology(), str(config.params_dtype).removeprefix("torch."))
+        return make_plan(
+            contract, self.role, self.topology(), str(config.params_dtype).removeprefix("torch.")
+        )
 
     # -- install -------------------------------------------------------------------------------------------------------
 
@@ -185,20 +200,22 @@ class MegatronAdapter:
         module = slot.module
         # the output layer's contract class is a column-parallel linear too, so the exact class is asked for
         if type(module) is not slot.wanted:
-            stock = slot.wanted.stock
-            if isinstance(module, Contracted) or type(module) not in stock:
+            if isinstance(module, Contracted) or not slot.wanted.takes(module):
+                stock = ", ".join(s.__name__ for s in slot.wanted.stock)
                 raise InstallError(
                     region=slot.region,
-                    wanted=f"{slot.wanted.__name__} or {', '.join(s.__name__ for s in stock)} at {slot.path}",
+                    wanted=f"{slot.wanted.__name__} or {stock} at {slot.path}",
                     found=verifying.name_of(module),
                     fix="build the model from rewrite_spec(spec, plan)",
                 )
             module = slot.wanted.adopt(module)
         problem = module.unfit()
         if problem is not None:
-            raise InstallError(region=slot.region, wanted=f"a coverable {slot.path}", found=problem, fix="turn it off")
+            raise InstallError(
+                region=slot.region, wanted=f"a coverable {slot.path}", found=problem, fix="turn it off"
+            )
         if hasattr(type(module), "tp_group"):  # norms are built without a group; their layer has it
-            module.tp_group = slot.group
+            setattr(module, "tp_group", slot.group)  # noqa: B010 only some contract classes have it
         if isinstance(module, ContractCoreAttention):
             module.bind(bindings["attention"], rope=bindings["rope"], rope_base=float(self.model.rotary_base))
             self._undo.append(lambda: module.bind(None))
@@ -219,7 +236,9 @@ class MegatronAdapter:
     def bind_optimizer(self, optimizer: Any) -> None:
         """Give a Megatron optimizer the contract's gradient norm, where the plan installs ``grad_norm``."""
         if self._plan is None:
-            raise InstallError(region="grad_norm", wanted="an installed plan", found="none", fix="call install(plan) first")
+            raise InstallError(
+                region="grad_norm", wanted="an installed plan", found="none", fix="call install(plan) first"
+            )
         if self._plan.installs("grad_norm"):
             self.optimizer = optimizer
             self._undo.append(bind_grad_norm(optimizer))
@@ -237,12 +256,17 @@ class MegatronAdapter:
     def verify(self) -> Sequence[Report]:
         """What is bound now, from the live model: one report, with a canary run through each region's bound object."""
         if self._plan is None:
-            raise InstallError(region="plan", wanted="an installed plan", found="none", fix="call install(plan) first")
+            raise InstallError(
+                region="plan", wanted="an installed plan", found="none", fix="call install(plan) first"
+            )
         plan = self._plan
-        topology = self.topology()
-        moved = None if topology == plan.topology else f"the topology is {topology}, planned for {dict(plan.topology)}"
+        topology, moved = self._live_topology()
+        if moved is None and topology != plan.topology:
+            moved = f"the topology is {topology}, planned for {dict(plan.topology)}"
         regions = [
-            verifying.region_report(self.model, binding, self.optimizer, moved or self._failed.get(binding.region))
+            verifying.region_report(
+                self.model, binding, self.optimizer, moved or self._failed.get(binding.region)
+            )
             for binding in plan.bindings
             if binding.region in REGIONS or self.optimizer is not None
         ]

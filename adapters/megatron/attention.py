@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Core attention with the contract's rotary embedding and segment attention, either of them or both.
 
-The rotary embedding is applied inside core attention, where Megatron hands over normed heads in [s, b, heads, head_dim]; the model
-itself then runs with ``position_embedding_type == "none"``.
+The rotary embedding is applied inside core attention, where Megatron hands over normed heads in [s, b, heads, head_dim]; the
+model itself then runs with ``position_embedding_type == "none"``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class ContractCoreAttention(Contracted, DotProductAttention):
         new.is_planned()
         return new
 
-    def bind(self, binding: Binding | None, rope: Binding | None = None, rope_base: float | None = None) -> None:
+    def bind(
+        self, binding: Binding | None, rope: Binding | None = None, rope_base: float | None = None
+    ) -> None:
         """``binding`` and ``rope`` are None for a region Megatron keeps; both None unbinds."""
         self.binding, self.rope_binding, self.rope_base = binding, rope, rope_base
         self.owns = frozenset(n for n, b in (("attention", binding), ("rope", rope)) if b is not None)
@@ -62,16 +64,19 @@ class ContractCoreAttention(Contracted, DotProductAttention):
         return None
 
     def compute_rope(self, x: Tensor, positions: Tensor, base: float) -> Tensor:
-        """x [tokens, heads, head_dim] and positions [tokens] -> rotated x in its dtype."""
+        """Rotate x [tokens, heads, head_dim] and positions [tokens] -> the same shape, in the dtype of x."""
         return rope_kernel.rope_grad(x, positions, base)
 
     def compute(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """q [b, s, heads, D], k and v [b, s, groups, D] -> [b, s, heads, D]."""
+        """Attend q [b, s, heads, D], k and v [b, s, groups, D] -> [b, s, heads, D]."""
         return attention_kernel.attention_varlen(q, k, v, scale, kv_segment=self.constant("kv_segment"))
 
     def _refuse(self, found: str, fix: str) -> None:
         raise InstallError(
-            region=self.region, wanted="one causal sequence per row, padded on the right", found=found, fix=fix
+            region=self.region,
+            wanted="one causal sequence per row, padded on the right",
+            found=found,
+            fix=fix,
         )
 
     def forward(
@@ -84,7 +89,7 @@ class ContractCoreAttention(Contracted, DotProductAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """query [s, b, heads/t, D], key and value [s, b, groups/t, D] -> [s, b, heads/t * D]."""
+        """Take query [s, b, heads/t, D], key and value [s, b, groups/t, D] -> [s, b, heads/t * D]."""
         s, b, heads, width = query.shape
         if not self.owns:
             self.require()
@@ -99,7 +104,8 @@ class ContractCoreAttention(Contracted, DotProductAttention):
             positions = torch.arange(s, device=query.device).repeat(b)
             base = float(self.rope_base or 0.0)
             query, key = (
-                self.compute_rope(t.view(b * s, t.shape[2], width), positions, base).view(t.shape) for t in (query, key)
+                self.compute_rope(t.view(b * s, t.shape[2], width), positions, base).view(t.shape)
+                for t in (query, key)
             )
         if "attention" not in self.owns:
             back = (t.transpose(0, 1).contiguous() for t in (query, key, value))

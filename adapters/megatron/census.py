@@ -24,9 +24,21 @@ _MOVES = frozenset(
     """_reshape_alias _to_copy _unsafe_view alias as_strided cat chunk clone constant_pad_nd contiguous copy copy_ detach empty
     empty_like empty_strided expand fill fill_ full full_like index_select lift_fresh narrow new_empty new_empty_strided new_zeros
     ones pad permute repeat reshape resize_ select select_scatter set_ slice slice_scatter split split_with_sizes squeeze stack t
-    transpose unbind unsafe_split unsqueeze view zero_ zeros zeros_like""".split()
+    transpose unbind unsafe_split unsqueeze view zero_ zeros zeros_like""".split()  # noqa: SIM905 fifty names read better in lines
 )
-_CARRIES = frozenset("allgather_ _allgather_base_ broadcast_ send recv_ scatter_ alltoall_ alltoall_base_ barrier".split())
+_CARRIES = frozenset(
+    (
+        "allgather_",
+        "_allgather_base_",
+        "broadcast_",
+        "send",
+        "recv_",
+        "scatter_",
+        "alltoall_",
+        "alltoall_base_",
+        "barrier",
+    )
+)
 
 
 class _Watch(TorchDispatchMode):
@@ -34,11 +46,15 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.outside: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         namespace, _, name = func.name().partition("::")
         base = name.partition(".")[0]
-        moves = namespace == "isoexec" or (namespace == "aten" and base in _MOVES) or (namespace == "c10d" and base in _CARRIES)
+        moves = (
+            namespace == "isoexec"
+            or (namespace == "aten" and base in _MOVES)
+            or (namespace == "c10d" and base in _CARRIES)
+        )
         tensors = (t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor))
         if not moves and any(t.is_floating_point() for t in tensors):
             self.outside[f"{namespace}::{base}"] += 1

@@ -8,17 +8,18 @@ changes every weight.  The norm methods are set on the optimizer instances; no M
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from isoexec.kernels.grad_norm import exact_sq_sum
 
-__all__ = ["bind_grad_norm", "leaves", "norm_is_exact"]
+__all__ = ["bind_grad_norm", "leaves", "norm_is_exact", "sum_of_squares"]
 
 _EXACT: WeakSet[Callable[..., Any]] = WeakSet()
 
@@ -26,6 +27,11 @@ _EXACT: WeakSet[Callable[..., Any]] = WeakSet()
 def leaves(optimizer: Any) -> list[Any]:
     """The optimizers a chained optimizer steps one by one, or the optimizer itself."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def sum_of_squares(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> Tensor:
+    """The kernel's exact sum; the one path of the bound methods and of the canary."""
+    return exact_sq_sum(tensors, group)
 
 
 def norm_is_exact(optimizer: Any) -> bool:
@@ -51,7 +57,7 @@ def bind_grad_norm(optimizer: Any) -> Callable[[], None]:
     @torch.no_grad()
     def norm_of(parts: list[Any]) -> float:
         grads: list[Tensor] = [g for part in parts for g in part.get_grads_for_grad_norm()]
-        return math.sqrt(float(exact_sq_sum(grads, parts[0].get_grad_stats_parallel_group())))
+        return math.sqrt(float(sum_of_squares(grads, parts[0].get_grad_stats_parallel_group())))
 
     def clip(part: Any, limit: float) -> float:
         norm = norm_of([part])

@@ -16,7 +16,15 @@ from torch.overrides import TorchFunctionMode
 
 from isoexec.contracts.errors import InstallError
 
-__all__ = ["CudaOnCpu", "answer_current_device", "answer_rng", "answer_streams", "install", "installed", "remove"]
+__all__ = [
+    "CudaOnCpu",
+    "answer_current_device",
+    "answer_rng",
+    "answer_streams",
+    "install",
+    "installed",
+    "remove",
+]
 
 _CPU = torch.device("cpu")
 _undo: list[Callable[[], None]] = []
@@ -102,7 +110,7 @@ def answer_rng() -> None:
     _replace(torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state())
     _replace(torch.cuda.random, "get_rng_state", lambda *_, **__: torch.get_rng_state())
     _replace(torch.cuda, "default_generators", _Generators())
-    _replace(torch.cuda, "manual_seed", lambda seed: torch.manual_seed(seed))
+    _replace(torch.cuda, "manual_seed", torch.manual_seed)
     _replace(torch.cuda, "_initialized", True)
 
 
@@ -124,7 +132,7 @@ class CudaOnCpu(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: Iterable[type],  # noqa: ARG002
+        types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:

@@ -9,10 +9,14 @@ forward takes it with the module's own process group, the canary takes it with n
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -24,7 +28,13 @@ from isoexec.kernels import linear as linear_kernel
 from isoexec.kernels import rms_norm as norm_kernel
 from isoexec.kernels import silu_mul as silu_kernel
 
+SHARDED = "sequence_parallel"
+"""Megatron's mark on a weight whose input rows tensor-parallel ranks share; its gradient is summed over them."""
+
+Shard = Literal["none", "sequence", "heads"]
+
 __all__ = [
+    "SHARDED",
     "ContractColumnParallelLinear",
     "ContractEmbedding",
     "ContractHead",
@@ -51,6 +61,7 @@ class Contracted:
     binding: Binding | None = None
 
     def bind(self, binding: Binding | None) -> None:
+        """Give the module its region's binding, or take it away."""
         self.binding = binding
 
     def require(self) -> Binding:
@@ -71,6 +82,11 @@ class Contracted:
     def unfit(self) -> str | None:
         """Why this module cannot keep the contract, or None."""
         return None
+
+    @classmethod
+    def takes(cls, module: object) -> bool:
+        """Whether ``module`` is Megatron's own for this slot, unchanged, so that it can be adopted."""
+        return type(module) in cls.stock
 
     @classmethod
     def adopt(cls, module: torch.nn.Module) -> Self:
@@ -119,7 +135,7 @@ class ContractColumnParallelLinear(Contracted, ColumnParallelLinear):
         return _linear_unfit(self)
 
     def compute(self, x: Tensor, weight: Tensor, group: ProcessGroup | None) -> Tensor:
-        """x [s, b, K] (this rank's rows under sequence parallelism), weight [N/t, K] -> [s, b, N/t] in the dtype of x."""
+        """Multiply x [s, b, K] (this rank's rows under sequence parallelism), weight [N/t, K] -> [s, b, N/t], x's dtype."""
         return linear_kernel.column_linear(
             x,
             weight,
@@ -150,7 +166,7 @@ class ContractHead(ContractColumnParallelLinear):
     region = "lm_head"
 
     def compute(self, x: Tensor, weight: Tensor, group: ProcessGroup | None) -> Tensor:
-        """x [s, b, K], weight [V/t, K] -> fp32 logits [s, b, V/t]."""
+        """Multiply x [s, b, K], weight [V/t, K] -> fp32 logits [s, b, V/t]."""
         return linear_kernel.column_linear(
             x,
             weight,
@@ -173,7 +189,7 @@ class ContractRowParallelLinear(Contracted, RowParallelLinear):
         return _linear_unfit(self)
 
     def compute(self, x: Tensor, weight: Tensor, group: ProcessGroup | None) -> Tensor:
-        """x [s, b, K/t], weight [N, K/t] -> [s, b, N], or this rank's rows of it under sequence parallelism."""
+        """Multiply x [s, b, K/t], weight [N, K/t] -> [s, b, N], or this rank's rows of it under sequence parallelism."""
         return linear_kernel.row_linear(
             x,
             weight,
@@ -197,7 +213,7 @@ class ContractEmbedding(Contracted, VocabParallelEmbedding):
         return f"gtp_remat of size {size}" if size > 1 else None
 
     def compute(self, ids: Tensor, weight: Tensor, group: ProcessGroup | None) -> Tensor:
-        """ids [s, b] -> [s, b, H], or this rank's [s/t, b, H] where the module scatters to sequence-parallel ranks."""
+        """Look up ids [s, b] -> [s, b, H], or this rank's [s/t, b, H] where the module scatters to sequence-parallel ranks."""
         self.require()
         return embedding_kernel.vocab_parallel_embedding(
             ids,
@@ -224,34 +240,30 @@ class ContractRMSNorm(Contracted, torch.nn.RMSNorm):
     """
 
     region = "norm"
+    stock = (torch.nn.RMSNorm,)
     tp_group: ProcessGroup | None = None
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.config = config
-        self.weight.sequence_parallel = config.sequence_parallel
+        setattr(self.weight, SHARDED, config.sequence_parallel)
 
     @classmethod
-    def adopt(cls, module: torch.nn.Module) -> Self:
-        new = super().adopt(module)
-        if not isinstance(module, torch.nn.RMSNorm):
-            raise InstallError(
-                region=cls.region,
-                wanted="torch.nn.RMSNorm",
-                found=type(module).__name__,
-                fix="build the model from rewrite_spec(spec, plan)",
-            )
-        return new
+    def takes(cls, module: object) -> bool:
+        # Megatron's wrapper makes a plain torch.nn.RMSNorm; frameworks subclass it to mark its weight
+        return isinstance(module, torch.nn.RMSNorm) and type(module).forward is torch.nn.RMSNorm.forward
 
-    def shard(self) -> str:
+    def shard(self) -> Shard:
         """Which axis of the input tensor-parallel ranks share: ``none``, ``sequence`` or ``heads``."""
-        return "sequence" if getattr(self.weight, "sequence_parallel", False) else "none"
+        return "sequence" if getattr(self.weight, SHARDED, False) else "none"
 
-    def compute(self, x: Tensor, weight: Tensor, eps: float, group: ProcessGroup | None) -> Tensor:
-        """x [s, b, H] or [s, b, heads, H], weight [H] -> the same shape and dtype as x."""
+    def compute(self, x: Tensor, weight: Tensor, eps: float | None, group: ProcessGroup | None) -> Tensor:
+        """Norm x [s, b, H] or [s, b, heads, H], weight [H] -> the same shape and dtype as x."""
         self.require()
-        shard = "none" if group is None else self.shard()
-        return norm_kernel.rms_norm_grad(x, weight, eps, shard=shard, group=None if shard == "none" else group)
+        shard: Shard = "none" if group is None else self.shard()
+        return norm_kernel.rms_norm_grad(
+            x, weight, float(eps or 0.0), shard=shard, group=None if shard == "none" else group
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.compute(x, self.weight, self.eps, solo(self.tp_group))
@@ -262,7 +274,7 @@ class ContractQKNorm(ContractRMSNorm):
 
     region = "qk_norm"
 
-    def shard(self) -> str:
+    def shard(self) -> Shard:
         return "heads"
 
 
@@ -273,7 +285,7 @@ class ContractMLP(Contracted, MLP):
     stock = (MLP,)
 
     def compute(self, gate: Tensor, up: Tensor) -> Tensor:
-        """gate and up [..., F/t] -> silu(gate) * up in their dtype."""
+        """From gate and up [..., F/t] -> silu(gate) * up in their dtype."""
         self.require()
         return silu_kernel.silu_mul(gate, up)
 
@@ -283,11 +295,16 @@ class ContractMLP(Contracted, MLP):
         """[s, b, H] -> ([s, b, H], None)."""
         if per_token_scale is not None:
             raise InstallError(
-                region=self.region, wanted="a dense MLP", found="per_token_scale", fix="this adapter covers dense models"
+                region=self.region,
+                wanted="a dense MLP",
+                found="per_token_scale",
+                fix="this adapter covers dense models",
             )
         hidden, bias = self.linear_fc1(hidden_states)
         if bias is not None:
-            raise InstallError(region=self.region, wanted="no bias", found="a bias from fc1", fix="add_bias_linear=False")
+            raise InstallError(
+                region=self.region, wanted="no bias", found="a bias from fc1", fix="add_bias_linear=False"
+            )
         gate, up = hidden.chunk(2, -1)
         return self.linear_fc2(self.compute(gate, up))
 

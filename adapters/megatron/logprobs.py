@@ -19,7 +19,14 @@ from isoexec.adapters.megatron.weights import unwrap
 from isoexec.contracts.errors import InstallError
 from isoexec.kernels import logprobs as logprob_kernel
 
-__all__ = ["TokenLogprobs", "from_last_stage", "model_inputs", "native_token_logprobs", "output_processor", "score"]
+__all__ = [
+    "TokenLogprobs",
+    "from_last_stage",
+    "model_inputs",
+    "native_token_logprobs",
+    "output_processor",
+    "score",
+]
 
 
 class TokenLogprobs:
@@ -33,7 +40,9 @@ class TokenLogprobs:
 
     def compute(self, logits: Tensor, target: Tensor, group: ProcessGroup | None) -> Tensor:
         """fp32 logits [..., V/t] and target [...] (ids of the whole vocabulary) -> fp32 log p(target), [...]."""
-        return logprob_kernel.token_logprobs(logits, target, group, vocab_leaves=self.binding.constants["vocab_leaves"])
+        return logprob_kernel.token_logprobs(
+            logits, target, group, vocab_leaves=self.binding.constants["vocab_leaves"]
+        )
 
     def __call__(self, logits: Tensor, target: Tensor) -> Tensor:
         return self.compute(logits, target, solo(self.tp_group))
@@ -60,11 +69,15 @@ def output_processor(model: Any) -> Callable[..., Tensor]:
         scale_logits: Any,
         **_: Any,
     ) -> Tensor:
-        logits = scale_logits(output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)[0])
+        logits = scale_logits(
+            output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)[0]
+        )
         target = labels.transpose(0, 1).contiguous()
         bound = getattr(inner, "token_logprobs", None)
         values = (
-            native_token_logprobs(logits, target, output_layer.tp_group) if bound is None else bound(logits, target)
+            native_token_logprobs(logits, target, output_layer.tp_group)
+            if bound is None
+            else bound(logits, target)
         )
         return values.transpose(0, 1).contiguous()
 

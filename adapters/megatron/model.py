@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from isoexec.adapters.megatron.adapter import MegatronAdapter
+from isoexec.adapters.megatron.layers import SHARDED
 from isoexec.adapters.megatron.spec import rewrite_spec
 from isoexec.adapters.megatron.weights import WeightError, load_hf
 from isoexec.contracts.schema import Contract
@@ -32,7 +32,7 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.config = config
-        self.weight.sequence_parallel = config.sequence_parallel
+        setattr(self.weight, SHARDED, config.sequence_parallel)
 
 
 def read_hf_config(folder: Path | str) -> dict[str, Any]:
@@ -44,6 +44,7 @@ def read_hf_config(folder: Path | str) -> dict[str, Any]:
         ("attention_bias false", not hf.get("attention_bias")),
         ("hidden_act silu", hf.get("hidden_act", "silu") == "silu"),
         ("no sliding window", not hf.get("use_sliding_window")),
+        ("a whole rope_theta, as Megatron takes one", rotary_base(hf).is_integer()),
         ("an unscaled rotary table", rope.get("rope_type", "default") == "default"),
     ):
         if not found:
@@ -68,7 +69,11 @@ def transformer_config(
     """Megatron's configuration of a Qwen3: no dropout, no bias, no fusion; ``recompute`` recomputes every layer in backward."""
     layers, pp = hf["num_hidden_layers"], groups.pp.size()
     if recompute:
-        more = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} | more
+        more = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        } | more
     if layers % pp:
         # the first stage takes what does not divide
         more = {"num_layers_in_first_pipeline_stage": layers - (pp - 1) * (layers // pp)} | more
@@ -118,7 +123,8 @@ def stock_spec(config: TransformerConfig, groups: ProcessGroupCollection) -> Tra
     )
     count = get_num_layers_to_build(config, None, groups.pp.rank())
     return TransformerBlockSubmodules(
-        layer_specs=[ModuleSpec(module=TransformerLayer, submodules=layer) for _ in range(count)], layer_norm=norm
+        layer_specs=[ModuleSpec(module=TransformerLayer, submodules=layer) for _ in range(count)],
+        layer_norm=norm,
     )
 
 
@@ -132,7 +138,7 @@ def build(
     load: bool = True,
     **config: Any,
 ) -> GPTModel:
-    """This rank's GPTModel of a Hugging Face Qwen3 folder, with its weights, native or with ``contract`` installed.
+    """Build this rank's GPTModel of a Hugging Face Qwen3 folder, with its weights, native or with ``contract`` installed.
 
     Tensor- and pipeline-parallel degrees are those ``parallel_state`` was initialised with.  ``model.isoexec_adapter`` is the
     installed adapter, or None.  Under a contract an unproven topology, dtype or model raises before anything can be scored.
@@ -148,8 +154,7 @@ def build(
     if contract is not None:
         plan = MegatronAdapter(groups=groups, config=settings).plan(contract)
         spec = rewrite_spec(spec, plan)
-    make = functools.partial(
-        GPTModel,
+    model = GPTModel(
         config=settings,
         transformer_layer_spec=spec,
         vocab_size=hf["vocab_size"],
@@ -160,9 +165,8 @@ def build(
         parallel_output=True,
         share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings")),
         pg_collection=groups,
-    )
-    model = make(position_embedding_type="none" if plan is not None and plan.installs("rope") else "rope")
-    model = model.to(dtype)
+        position_embedding_type="none" if plan is not None and plan.installs("rope") else "rope",
+    ).to(dtype)
     model.hf_config_path = str(Path(folder) / "config.json")
     model.isoexec_adapter = None
     if plan is not None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.distributed import ProcessGroup
+from torch.nn.functional import silu
 
 from isoexec.adapters.megatron.attention import ContractCoreAttention
 from isoexec.adapters.megatron.layers import (
@@ -103,7 +103,7 @@ def topology_of(groups: Any, config: Any) -> dict[str, int]:
 _ADMITTED: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
     "gated_linear_unit": (True,),
-    "activation_func": (F.silu,),
+    "activation_func": (silu,),
     "add_bias_linear": (False,),
     "add_qkv_bias": (False,),
     "hidden_dropout": (0.0,),
@@ -147,7 +147,9 @@ def uncovered(model: Any) -> list[str]:
     if config.params_dtype not in (torch.bfloat16, torch.float32):
         lines.append(f"params_dtype={config.params_dtype}, the contract covers bfloat16 and float32")
     if model.position_embedding_type not in ("rope", "none"):
-        lines.append(f"position_embedding_type={model.position_embedding_type!r}, the contract covers 'rope' and 'none'")
+        lines.append(
+            f"position_embedding_type={model.position_embedding_type!r}, the contract covers 'rope' and 'none'"
+        )
     if getattr(model, "rotary_percent", 1.0) != 1.0:
         lines.append(f"rotary_percent={model.rotary_percent}, the contract covers 1.0")
     if getattr(model, "rotary_scaling", False):
@@ -158,7 +160,9 @@ def uncovered(model: Any) -> list[str]:
     if config.num_query_groups < model.pg_collection.tp.size():
         lines.append(f"num_query_groups={config.num_query_groups} under TP={model.pg_collection.tp.size()}")
     if model.share_embeddings_and_output_weights and model.pg_collection.pp.size() > 1:
-        lines.append("a tied head with PP > 1: the two stages add their gradients in another order than one stage does")
+        lines.append(
+            "a tied head with PP > 1: the two stages add their gradients in another order than one stage does"
+        )
     return lines
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewrites the specs a framework built so that GPTModel builds contract modules, and offers them as a backend spec provider.
 
-A spec tree is ``ModuleSpec``, ``*Submodules`` dataclasses, ``functools.partial``, lists and classes; it is copied, never changed in
-place, and everything that is not a covered class comes out as it went in.  What a rewrite cannot reach, the adapter's install
+A spec tree is ``ModuleSpec``, ``*Submodules`` dataclasses, ``functools.partial``, lists and classes; it is copied, never changed
+in place, and everything that is not a covered class comes out as it went in.  What a rewrite cannot reach, the adapter's install
 finds in the live model and refuses.
 """
 
@@ -86,10 +86,14 @@ def _rewrite(spec: Any, plan: Plan, field: str) -> Any:
     if isinstance(spec, ModuleSpec) and spec.module is MLP and plan.installs("silu_mul"):
         # the layer tells MLP from MoE by the class itself, so a subclass has to come as its own builder
         return functools.partial(
-            ContractMLP.as_mlp_submodule, submodules=_rewrite(spec.submodules, plan, "submodules"), **spec.params
+            ContractMLP.as_mlp_submodule,
+            submodules=_rewrite(spec.submodules, plan, "submodules"),
+            **spec.params,
         )
-    if dataclasses.is_dataclass(spec):
-        values = {f.name: _rewrite(getattr(spec, f.name), plan, f.name) for f in dataclasses.fields(spec) if f.init}
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        values = {
+            f.name: _rewrite(getattr(spec, f.name), plan, f.name) for f in dataclasses.fields(spec) if f.init
+        }
         if isinstance(spec, TransformerLayerSubmodules):
             values = _unfused(spec, values, plan)
         return dataclasses.replace(spec, **values)
@@ -128,7 +132,11 @@ def _unfused(spec: Any, values: dict[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def _mlp_submodules(spec: Any) -> Any:
-    return spec.keywords.get("submodules") if isinstance(spec, functools.partial) else getattr(spec, "submodules", None)
+    return (
+        spec.keywords.get("submodules")
+        if isinstance(spec, functools.partial)
+        else getattr(spec, "submodules", None)
+    )
 
 
 class ContractSpecProvider(LocalSpecProvider):

@@ -103,13 +103,18 @@ class Trainer:
         groups = self.model.pg_collection
         if groups.dp.size() != 1:
             raise InstallError(
-                region="trainer", wanted="DP 1", found=f"DP {groups.dp.size()}", fix="start tp * pp ranks for this Trainer"
+                region="trainer",
+                wanted="DP 1",
+                found=f"DP {groups.dp.size()}",
+                fix="start tp * pp ranks for this Trainer",
             )
         self.microbatch, self.ratio_clip, self.step = microbatch, ratio_clip, 0
         half = config.params_dtype is torch.bfloat16
         wrapped = Float16Module(config, self.model) if half else self.model
         self.ddp = DistributedDataParallel(
-            config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), wrapped
+            config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
+            wrapped,
         )
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -141,7 +146,10 @@ class Trainer:
         count = int(batch.mask.sum())
         if count == 0:
             raise InstallError(
-                region="trainer", wanted="a batch with response tokens", found="an empty mask", fix="skip this batch"
+                region="trainer",
+                wanted="a batch with response tokens",
+                found="an empty mask",
+                fix="skip this batch",
             )
         padded = _pad_rows(batch, -n % size)
         parts = [padded.rows(a, a + size) for a in range(0, n + -n % size, size)]
@@ -186,7 +194,9 @@ class Trainer:
             raise FloatingPointError(f"step {self.step + 1}: the loss is {loss}")
         done, norm, _ = self.optimizer.step()
         if not done or norm is None or norm - norm != 0.0:
-            raise FloatingPointError(f"step {self.step + 1}: gradient norm {norm}, optimizer step done: {done}")
+            raise FloatingPointError(
+                f"step {self.step + 1}: gradient norm {norm}, optimizer step done: {done}"
+            )
         self.step += 1
         return StepResult(step=self.step, loss=loss, grad_norm=float(norm), logprobs=logprobs)
 
@@ -213,20 +223,24 @@ class Trainer:
         dist.barrier()
         if rank == 0:
             mark = root / ".latest"
-            mark.write_text(json.dumps({"step": self.step, "folder": target.name, "layout": self._layout()}) + "\n")
+            mark.write_text(
+                json.dumps({"step": self.step, "folder": target.name, "layout": self._layout()}) + "\n"
+            )
             mark.replace(root / "latest")
         dist.barrier()
         return target
 
     def load_checkpoint(self, folder: Path | str) -> int:
-        """Continue bitwise from the folder's latest checkpoint; returns its step. CheckpointError when it is of another layout."""
+        """Continue bitwise from the folder's latest checkpoint; returns its step. CheckpointError for another layout."""
         root = Path(folder)
         mark = root / "latest"
         if not mark.is_file():
             raise CheckpointError(f"{root}: no checkpoint was completed here")
         latest = json.loads(mark.read_text())
         if latest["layout"] != self._layout():
-            raise CheckpointError(f"{root}: saved under {latest['layout']}, this run is {self._layout()}; use that layout")
+            raise CheckpointError(
+                f"{root}: saved under {latest['layout']}, this run is {self._layout()}; use that layout"
+            )
         file = root / latest["folder"] / f"rank{dist.get_rank():05d}.pt"
         if not file.is_file():
             raise CheckpointError(f"{file}: missing")

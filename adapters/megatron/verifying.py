@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at what a region really runs: the objects in the live model, their methods, and the bits of a canary through one of them."""
+"""Looks at what a region really runs: the objects in the live model, their methods, and a canary's bits through one of them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def bound_objects(model: Any, region: str) -> Iterator[tuple[str, Any, type]]:
 
 
 def _problem(path: str, obj: Any, wanted: type, binding: Binding) -> str | None:
-    if type(obj) is not wanted:
+    cls: type = type(obj)
+    if cls is not wanted:
         return f"{path} is {name_of(obj)}, not {wanted.__name__}"
     for name, method in _OURS[wanted].items():
         if name in vars(obj):
@@ -86,7 +87,9 @@ def _model_problem(model: Any, region: str) -> str | None:
             for name in ("self_attn_bda", "mlp_bda"):
                 found = getattr(layer, name)
                 if found is not _RESIDUAL or layers.contract_residual_add is not _RESIDUAL:
-                    return f"decoder.layers.{index}.{name} is {name_of(found)}, not the contract's residual add"
+                    return (
+                        f"decoder.layers.{index}.{name} is {name_of(found)}, not the contract's residual add"
+                    )
     if region == "rope":
         if model.position_embedding_type != "none":
             return f"position_embedding_type is {model.position_embedding_type!r}: Megatron rotates as well"
@@ -117,14 +120,18 @@ def region_report(model: Any, binding: Binding, optimizer: Any, problem: str | N
     dtype = model.config.params_dtype
     canary = None
     if judged and problem is None:
-        canary = registry.canary_digest(_call(binding.region, subject), binding.function, binding.constants, dtype=dtype)
+        canary = registry.canary_digest(
+            _call(binding.region, subject), binding.function, binding.constants, dtype=dtype
+        )
+    expected = _expected(binding.function, tuple(sorted(binding.constants.items())), dtype)
     return RegionReport(
         region=binding.region,
         object=text,
         provider=binding.provider,
         source=registry.source_digest(binding.function),
         canary=canary,
-        expected_canary=_expected(binding.function, tuple(sorted(binding.constants.items())), dtype),
+        expected_canary=expected,
+        reference_canary=expected,  # these canaries have the function's own sizes
         enforcement=binding.enforcement,
         problem=problem,
     )
@@ -143,7 +150,9 @@ def _elsewhere(binding: Binding) -> Any:
     if wanted is None:
         return None
     subject = wanted.__new__(wanted)
-    vars(subject).update(binding=binding, sequence_parallel=False, reduce_scatter_embeddings=False)
+    settings = {"binding": binding, "sequence_parallel": False, "reduce_scatter_embeddings": False}
+    for name, value in settings.items():
+        object.__setattr__(subject, name, value)
     return subject
 
 
@@ -155,9 +164,9 @@ def _call(region: str, o: Any) -> Callable[..., Tensor]:
         case "norm" | "qk_norm":
             return lambda x, w, eps: o.compute(x.unsqueeze(1), w, eps, None)
         case "rope":
-            return lambda x, positions, base: o.compute_rope(x, positions, base)
+            return o.compute_rope
         case "attention" | "silu_mul":
-            return lambda **tensors: o.compute(**tensors)
+            return o.compute
         case "logprobs":
             return lambda logits, target: o.compute(logits, target, None)
         case _:
@@ -170,8 +179,8 @@ def _grad_norm_report(binding: Binding, optimizer: Any, problem: str | None) -> 
         problem = "an optimizer's norm is not the exact sum of squares"
     canary = None
     if installs and problem is None:
-        # by the name the bound methods look up, so that a replaced one is seen
-        canary = registry.canary_digest(lambda tensors: clipping.exact_sq_sum(tensors), binding.function, binding.constants)
+        # the path of the bound methods, so that a replaced sum is seen
+        canary = registry.canary_digest(clipping.sum_of_squares, binding.function, binding.constants)
     return RegionReport(
         region=binding.region,
         object=" + ".join(name_of(part) for part in clipping.leaves(optimizer)),

@@ -82,7 +82,7 @@ class Watch:
         topology = (
             report.topology
             if report is not None
-            else topology_of(self._model.pg_collection, bool(self._model.config.sequence_parallel))
+            else topology_of(self._model.pg_collection, self._model.config)
         )
         send_attestation(
             self._client,

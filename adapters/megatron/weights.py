@@ -62,7 +62,7 @@ class Piece:
         self.view.copy_(block.reshape(self.view.shape))
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """This piece's block of the whole tensor."""
+        """Cut this piece's block out of the whole tensor."""
         if tuple(tensor.shape) != self.whole:
             raise WeightError(f"{self.name}: wanted shape {self.whole}, found {tuple(tensor.shape)}")
         return tensor[tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))]

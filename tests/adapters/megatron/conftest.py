@@ -15,13 +15,16 @@ pytest.importorskip("megatron.core")
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch._C._distributed_c10d import FileStore
+from torch.multiprocessing.spawn import start_processes
+
 from isoexec.adapters.demo.tiny import make_qwen3
 from isoexec.adapters.megatron import cpu
 from isoexec.adapters.megatron.model import build
 from isoexec.contracts.schema import Contract, library
 from isoexec.kernels import registry
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Layout:
 def _rank_main(rank: int, work: Callable[..., Any], layout: Layout, folder: str) -> None:
     torch.set_num_threads(1)
     cpu.install()
-    store = dist.FileStore(f"{folder}/store", layout.ranks)
+    store = FileStore(f"{folder}/store", layout.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.ranks)
     parallel_state.initialize_model_parallel(layout.tp, layout.pp, create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
@@ -64,7 +67,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     def run(work: Callable[[], Any], layout: Layout | None = None) -> list[Any]:
         layout = layout or Layout()
         folder = tmp_path_factory.mktemp("ranks")
-        torch.multiprocessing.start_processes(
+        start_processes(
             _rank_main, args=(work, layout, str(folder)), nprocs=layout.ranks, start_method="fork"
         )
         return [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(layout.ranks)]

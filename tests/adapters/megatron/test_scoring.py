@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from isoexec.adapters.megatron.logprobs import score
+
+from isoexec.adapters.megatron.census import census
+from isoexec.adapters.megatron.logprobs import model_inputs, output_processor, score
 from isoexec.contracts.errors import InstallError
 from isoexec.kernels.domain import DomainError
 
 pytestmark = pytest.mark.megatron
 
-MICROBATCHES = {1: 9, 7: 70, 64: 70}
+MICROBATCHES = {1: 5, 7: 20, 64: 70}
 """Microbatch -> rows scored with it; one row a forward is slow on two ranks."""
 
 
@@ -52,12 +54,14 @@ def test_scores_have_the_bits_of_one_rank_in_every_layout_and_microbatch(
 def test_one_rank_gives_the_same_bits_for_every_microbatch(scores: Any, one: Any, dtype: torch.dtype) -> None:
     values = scores(one, dtype, True)[0]
     assert differing(values[1], values[64][: MICROBATCHES[1]]) == 0
-    assert differing(values[7], values[64]) == 0
+    assert differing(values[7], values[64][: MICROBATCHES[7]]) == 0
     assert bool((values[64][:, 1:] < 0).all())
     assert bool((values[64][:, 0] == 0).all())
 
 
-def test_native_megatron_gives_other_bits_for_two_ranks(scores: Any, one: Any, layout_of: Any, dtype: torch.dtype) -> None:
+def test_native_megatron_gives_other_bits_for_two_ranks(
+    scores: Any, one: Any, layout_of: Any, dtype: torch.dtype
+) -> None:
     native, split = scores(one, dtype, False)[0][64], scores(layout_of(tp=2), dtype, False)[0][64]
     assert differing(native, split) > native.numel() // 10
     assert float((native - split).abs().max()) < (0.5 if dtype is torch.bfloat16 else 1e-4)
@@ -69,7 +73,9 @@ def test_contract_and_native_scores_agree_within_rounding(scores: Any, one: Any)
     assert differing(ours, native) > 0
 
 
-def test_padding_on_the_right_changes_no_score(launch: Any, make: Any, contract: Any, tokens: torch.Tensor, one: Any) -> None:
+def test_padding_on_the_right_changes_no_score(
+    launch: Any, make: Any, contract: Any, tokens: torch.Tensor, one: Any
+) -> None:
     def work() -> tuple[torch.Tensor, torch.Tensor]:
         model = make(one, torch.bfloat16, contract)
         padded = torch.nn.functional.pad(tokens[:5], (0, 31), value=9)
@@ -82,12 +88,12 @@ def test_padding_on_the_right_changes_no_score(launch: Any, make: Any, contract:
 def test_census_of_a_contract_model_is_clean_and_of_a_native_one_is_not(
     launch: Any, make: Any, contract: Any, layout_of: Any
 ) -> None:
-    from isoexec.adapters.megatron.census import census
-
     layout = layout_of(tp=2, sp=True)
 
     def work() -> tuple[Any, Any]:
-        return make(layout, torch.bfloat16, contract).isoexec_adapter.census(), census(make(layout, torch.bfloat16, None))
+        return make(layout, torch.bfloat16, contract).isoexec_adapter.census(), census(
+            make(layout, torch.bfloat16, None)
+        )
 
     for ours, native in launch(work, layout):
         assert ours == ()
@@ -97,8 +103,6 @@ def test_census_of_a_contract_model_is_clean_and_of_a_native_one_is_not(
 def test_sequences_the_contract_has_no_case_for_are_refused(
     launch: Any, make: Any, contract: Any, one: Any, tokens: torch.Tensor
 ) -> None:
-    from isoexec.adapters.megatron.logprobs import model_inputs, output_processor
-
     def work() -> list[str]:
         model = make(one, torch.float32, contract)
         inputs = model_inputs(tokens[:2])
@@ -107,7 +111,11 @@ def test_sequences_the_contract_has_no_case_for_are_refused(
         causal = torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)
         left_padded = causal.clone()
         left_padded[..., :3] = True
-        for change in ({"attention_mask": left_padded}, {"attention_mask": causal}, {"runtime_gather_output": True}):
+        for change in (
+            {"attention_mask": left_padded},
+            {"attention_mask": causal},
+            {"runtime_gather_output": True},
+        ):
             try:
                 model(**{**inputs, **change}, output_processor=output_processor(model))
                 seen.append("ran")

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from isoexec.adapters.megatron.logprobs import model_inputs, output_processor, score
 from isoexec.adapters.megatron.training import (
     Batch,
@@ -18,7 +20,6 @@ from isoexec.adapters.megatron.training import (
     grpo_loss,
 )
 from isoexec.adapters.megatron.weights import export_hf
-from safetensors.torch import load_file
 
 pytestmark = pytest.mark.megatron
 
@@ -26,17 +27,21 @@ STEPS = 4
 
 
 def batch_of(tokens: torch.Tensor, model: Any, step: int) -> Batch:
-    """Other tokens (two attention segments long) and rewards each step; old logprobs are the model's own, so no ratio is clipped at once."""
-    rows = tokens[step * 10 : step * 10 + 10, :37]
+    """Other tokens, two attention segments long, and other rewards each step; old logprobs are the model's own."""
+    rows = tokens[step * 5 : step * 5 + 5, :37]
     mask = torch.zeros_like(rows, dtype=torch.bool)
     for i in range(len(rows)):
-        mask[i, 8 : 20 + i] = True
-    rewards = torch.rand(10, generator=torch.Generator().manual_seed(step))
-    return Batch(tokens=rows, mask=mask, advantages=group_advantages(rewards, 5), old_logprobs=score(model, rows))
+        mask[i, 8 : 26 + i] = True
+    rewards = torch.rand(5, generator=torch.Generator().manual_seed(step))
+    return Batch(
+        tokens=rows, mask=mask, advantages=group_advantages(rewards, 5), old_logprobs=score(model, rows)
+    )
 
 
-def train(model: Any, tokens: torch.Tensor, *, exact_norm: bool = True, **options: Any) -> tuple[Trainer, list[StepResult]]:
-    trainer = Trainer(model, lr=1e-3, clip_grad=0.5, microbatch=4, **options)
+def train(
+    model: Any, tokens: torch.Tensor, *, exact_norm: bool = True, **options: Any
+) -> tuple[Trainer, list[StepResult]]:
+    trainer = Trainer(model, lr=1e-3, clip_grad=0.5, microbatch=3, **options)
     if not exact_norm:
         for part in (trainer.optimizer, *trainer.optimizer.chained_optimizers):
             vars(part).pop("get_grad_norm", None)
@@ -91,8 +96,8 @@ def test_clipping_was_at_work_in_every_step(trained: Any, one: Any, dtype: torch
     assert all(step["grad_norm"] > 0.5 for step in trained(one, dtype)[1])
 
 
-def test_native_training_ends_in_other_weights_for_two_ranks(trained: Any, one: Any, layout_of: Any, dtype: torch.dtype) -> None:
-    native, split = trained(one, dtype, False)[0], trained(layout_of(tp=2), dtype, False)[0]
+def test_native_training_ends_in_other_weights_for_two_ranks(trained: Any, one: Any, layout_of: Any) -> None:
+    native, split = (trained(layout, torch.bfloat16, False)[0] for layout in (one, layout_of(tp=2)))
     assert len(differing(native, split)) == len(native)
 
 
@@ -110,7 +115,7 @@ def test_trainer_forward_logprobs_are_the_trainer_scores_bitwise(
 
     def work() -> tuple[torch.Tensor, torch.Tensor]:
         model = make(layout, torch.bfloat16, contract)
-        trainer = Trainer(model, microbatch=4)
+        trainer = Trainer(model, microbatch=3)
         batch = batch_of(tokens, model, 0)
         return trainer.train_step(batch).logprobs, batch.old_logprobs
 
@@ -139,14 +144,14 @@ def test_a_resumed_run_ends_in_the_bits_of_an_uninterrupted_one(
 
     def first() -> None:
         model = make(layout, torch.bfloat16, contract)
-        trainer = Trainer(model, lr=1e-3, clip_grad=0.5, microbatch=4)
+        trainer = Trainer(model, lr=1e-3, clip_grad=0.5, microbatch=3)
         for step in range(2):
             trainer.train_step(batch_of(tokens, model, step))
         trainer.save_checkpoint(tmp_path)
 
     def second() -> Any:
         model = make(layout, torch.bfloat16, contract, load=False)
-        trainer = Trainer(model, lr=1e-3, clip_grad=0.5, microbatch=4)
+        trainer = Trainer(model, lr=1e-3, clip_grad=0.5, microbatch=3)
         assert trainer.load_checkpoint(tmp_path) == 2
         for step in range(2, STEPS):
             trainer.train_step(batch_of(tokens, model, step))
@@ -211,7 +216,9 @@ def qwen3(weights: dict[str, torch.Tensor], ids: torch.Tensor, layers: int = 3) 
     def norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
 
-    angle = torch.outer(torch.arange(s, dtype=torch.float64), base ** (-torch.arange(0, D, 2, dtype=torch.float64) / D))
+    angle = torch.outer(
+        torch.arange(s, dtype=torch.float64), base ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+    )
     cos, sin = (f(angle).repeat(1, 2).view(1, 1, s, D) for f in (torch.cos, torch.sin))
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
@@ -228,7 +235,9 @@ def qwen3(weights: dict[str, torch.Tensor], ids: torch.Tensor, layers: int = 3) 
         )
         q, k = rotate(norm(q, w["self_attn.q_norm.weight"])), rotate(norm(k, w["self_attn.k_norm.weight"]))
         k, v = (t.repeat_interleave(H // KV, 1) for t in (k, v))
-        a = (q @ k.transpose(2, 3) * D**-0.5).masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), float("-inf"))
+        a = (q @ k.transpose(2, 3) * D**-0.5).masked_fill(
+            torch.ones(s, s, dtype=torch.bool).triu(1), float("-inf")
+        )
         o = (a.softmax(-1) @ v).transpose(1, 2).reshape(b, s, H * D)
         h = h + o @ w["self_attn.o_proj.weight"].t()
         x = norm(h, w["post_attention_layernorm.weight"])
@@ -238,9 +247,18 @@ def qwen3(weights: dict[str, torch.Tensor], ids: torch.Tensor, layers: int = 3) 
     return logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)], ids=["fp32", "bf16"]
+)
 def test_gradients_are_those_of_an_independent_fp64_model(
-    launch: Any, make: Any, contract: Any, layout_of: Any, tokens: torch.Tensor, checkpoint: Path, dtype: torch.dtype, bound: float
+    launch: Any,
+    make: Any,
+    contract: Any,
+    layout_of: Any,
+    tokens: torch.Tensor,
+    checkpoint: Path,
+    dtype: torch.dtype,
+    bound: float,
 ) -> None:
     layout = layout_of(tp=2, sp=True)
     ids = tokens[:3, :40]
@@ -260,7 +278,8 @@ def test_gradients_are_those_of_an_independent_fp64_model(
 
     grads = launch(work, layout)[0]
     weights = {
-        n: t.to(dtype).double().requires_grad_() for n, t in load_file(checkpoint / "model.safetensors").items()
+        n: t.to(dtype).double().requires_grad_()
+        for n, t in load_file(checkpoint / "model.safetensors").items()
     }
     (qwen3(weights, ids) * weight.double()).sum().backward()
     for name, t in weights.items():
