@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import subprocess
@@ -13,7 +14,6 @@ from typing import Any
 import pytest
 import yaml
 
-from isoexec.dashboards import push as push_module
 from isoexec.dashboards.build import GENERATED, BuildError, build, check, write
 from isoexec.dashboards.cli import run
 from isoexec.dashboards.config import ConfigError, config_files
@@ -181,7 +181,7 @@ def test_push_without_the_extra_says_what_to_install(monkeypatch: pytest.MonkeyP
     def missing(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr(push_module.importlib, "import_module", missing)
+    monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(PushError, match=r"isoexec\[grafana\] into an environment of its own"):
         connect("http://127.0.0.1:3000", "token")
 
