@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from isoexec.kernels.domain import require
+from isoexec.kernels.domain import DomainError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,9 +60,8 @@ def all_reduce(x: Tensor, name: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp
 def own_rows(x: Tensor, name: str, op: str) -> Tensor:
     """The block of dim 0 that this rank owns."""
     size = size_of(name)
-    require(
-        x.shape[0] % size == 0, op, f"{x.shape[0]} rows over {size} ranks", "equal row blocks on every rank"
-    )
+    if x.shape[0] % size:
+        raise DomainError(op, f"{x.shape[0]} rows over {size} ranks", "equal row blocks on every rank")
     return x.chunk(size, 0)[rank_of(name)] if size > 1 else x
 
 

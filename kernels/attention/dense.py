@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from isoexec.kernels.attention.naive import QUERY_TILE
 from isoexec.kernels.attention.tile import attend, check_heads, weights
-from isoexec.kernels.domain import require
+from isoexec.kernels.domain import DomainError
 from isoexec.kernels.library import define
 from isoexec.kernels.sums import halving_tree
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 __all__ = ["attention_varlen"]
 
-SCORES = 2**19  # scores held at a time; changes no bit
+SCORES = 2**18  # scores held at a time; changes no bit
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, kv_segment: int) -> int:
-    require(
-        q.dim() == 4 and k.shape == v.shape and k.shape[:2] == q.shape[:2] and k.shape[3] == q.shape[3],
-        "attention",
-        f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}",
-        "q [b, s, H, D] with k and v [b, s, KV, D]",
-    )
+    if not (q.dim() == 4 and k.shape == v.shape and k.shape[:2] == q.shape[:2] and k.shape[3] == q.shape[3]):
+        raise DomainError(
+            "attention",
+            f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}",
+            "q [b, s, H, D] with k and v [b, s, KV, D]",
+        )
     return check_heads(q, q.shape[2], k.shape[2], q.shape[3], kv_segment)
 
 
@@ -207,6 +207,7 @@ def attention_varlen(
 
     Sequences of other lengths are right padded: padding changes no bit of a real token, forward or backward.
     """
-    require(query_tile == QUERY_TILE, "attention", f"query_tile {query_tile}", f"query_tile {QUERY_TILE}")
+    if query_tile != QUERY_TILE:
+        raise DomainError("attention", f"query_tile {query_tile}", f"query_tile {QUERY_TILE}")
     out: Tensor = _op(q, k, v, float(scale), kv_segment)[0]
     return out

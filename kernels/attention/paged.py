@@ -9,7 +9,7 @@ import torch
 
 from isoexec.kernels.attention.naive import QUERY_TILE
 from isoexec.kernels.attention.tile import attend, check_heads
-from isoexec.kernels.domain import require
+from isoexec.kernels.domain import DomainError
 from isoexec.kernels.library import define
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PagedPlan", "attention_paged"]
 
-KEYS = 2**13  # keys gathered at a time; changes no bit
+KEYS = 2**12  # keys gathered at a time; changes no bit
 WIDE = 4  # tiles of a long prefill that share one gather; changes no bit
 
 
@@ -40,14 +40,16 @@ class PagedPlan:
         kv_segment: int = 32,
         query_tile: int = QUERY_TILE,
     ) -> None:
-        require(query_tile == QUERY_TILE, "attention", f"query_tile {query_tile}", f"query_tile {QUERY_TILE}")
-        require(1 <= group <= QUERY_TILE, "attention", f"a group of {group} heads", f"1 to {QUERY_TILE}")
-        require(
-            len(starts) == len(seq_lens) + 1,
-            "attention",
-            f"{len(starts)} starts for {len(seq_lens)} requests",
-            "one start a request and the end",
-        )
+        if query_tile != QUERY_TILE:
+            raise DomainError("attention", f"query_tile {query_tile}", f"query_tile {QUERY_TILE}")
+        if not 1 <= group <= QUERY_TILE:
+            raise DomainError("attention", f"a group of {group} heads", f"1 to {QUERY_TILE}")
+        if len(starts) != len(seq_lens) + 1:
+            raise DomainError(
+                "attention",
+                f"{len(starts)} starts for {len(seq_lens)} requests",
+                "one start a request and the end",
+            )
         self.group = group
         self.kv_segment = kv_segment
         per = QUERY_TILE // group
@@ -55,12 +57,12 @@ class PagedPlan:
         for request, length in enumerate(seq_lens):
             a, end = int(starts[request]), int(starts[request + 1])
             before = int(length) - (end - a)
-            require(
-                before >= 0,
-                "attention",
-                f"request {request}: {end - a} queries, {length} keys",
-                "at least as many keys as queries",
-            )
+            if before < 0:
+                raise DomainError(
+                    "attention",
+                    f"request {request}: {end - a} queries, {length} keys",
+                    "at least as many keys as queries",
+                )
             keys = before
             while a < end:
                 left = end - a
@@ -168,18 +170,18 @@ def attention_paged(
     """
     _, KV, block, D2 = cache.shape
     group = check_heads(q, q.shape[1], KV, D2 // 2, plan.kv_segment)
-    require(
-        group == plan.group and q.shape[2] * 2 == D2,
-        "attention",
-        f"q {list(q.shape)} and cache {list(cache.shape)} with a plan for groups of {plan.group}",
-        "the head layout of the plan and of the cache",
-    )
-    require(
-        block % plan.kv_segment == 0 and cache.is_contiguous(),
-        "attention",
-        f"cache blocks of {block} keys, contiguous {cache.is_contiguous()}",
-        f"contiguous blocks that hold whole segments of {plan.kv_segment}",
-    )
+    if group != plan.group or q.shape[2] * 2 != D2:
+        raise DomainError(
+            "attention",
+            f"q {list(q.shape)} and cache {list(cache.shape)} with a plan for groups of {plan.group}",
+            "the head layout of the plan and of the cache",
+        )
+    if block % plan.kv_segment or not cache.is_contiguous():
+        raise DomainError(
+            "attention",
+            f"cache blocks of {block} keys, contiguous {cache.is_contiguous()}",
+            f"contiguous blocks that hold whole segments of {plan.kv_segment}",
+        )
     for token, request, limit, visible, segments, full in plan.batches:
         _op(
             q,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from isoexec.kernels.attention.naive import QUERY_TILE
-from isoexec.kernels.domain import require, require_float
+from isoexec.kernels.domain import DomainError, require_float
 from isoexec.kernels.sums import halving_tree
 
 if TYPE_CHECKING:
@@ -20,18 +20,14 @@ __all__ = ["attend", "check_heads", "weights"]
 def check_heads(q: Tensor, heads: int, kv_heads: int, head_dim: int, kv_segment: int) -> int:
     """Query heads to a KV head; raises `DomainError` outside the function's domain."""
     require_float("attention", q)
-    require(
-        kv_heads > 0 and heads % kv_heads == 0 and heads // kv_heads <= QUERY_TILE and head_dim >= 16,
-        "attention",
-        f"{heads} query heads, {kv_heads} KV heads of {head_dim}",
-        f"whole groups of at most {QUERY_TILE} query heads, head_dim of at least 16",
-    )
-    require(
-        kv_segment >= 16 and kv_segment & (kv_segment - 1) == 0,
-        "attention",
-        f"kv_segment {kv_segment}",
-        "a power of two from 16",
-    )
+    if not (kv_heads > 0 and heads % kv_heads == 0 and heads // kv_heads <= QUERY_TILE and head_dim >= 16):
+        raise DomainError(
+            "attention",
+            f"{heads} query heads, {kv_heads} KV heads of {head_dim}",
+            f"whole groups of at most {QUERY_TILE} query heads, head_dim of at least 16",
+        )
+    if kv_segment < 16 or kv_segment.bit_count() != 1:
+        raise DomainError("attention", f"kv_segment {kv_segment}", "a power of two from 16")
     return heads // kv_heads
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from isoexec.kernels.domain import require, require_float
+from isoexec.kernels.domain import DomainError, require_float
 from isoexec.kernels.groups import gather_rows, name_of, resolve, size_of
 from isoexec.kernels.library import define
 from isoexec.kernels.linear.naive import ROW_TILE
@@ -33,13 +33,14 @@ def pack_weight(w: Tensor, *, k_block: int) -> Tensor:
     """
     require_float("linear", w)
     N, K = w.shape
-    require(
-        k_block >= MIN_BLOCK and K % k_block == 0,
-        "linear",
-        f"weight [{N}, {K}] with k_block {k_block}",
-        f"k_block >= {MIN_BLOCK} dividing this rank's K (tensor parallelism must divide K / k_block)",
-    )
-    require(N > 1, "linear", f"weight [{N}, {K}]", "at least 2 output features")
+    if k_block < MIN_BLOCK or K % k_block:
+        raise DomainError(
+            "linear",
+            f"weight [{N}, {K}] with k_block {k_block}",
+            f"k_block >= {MIN_BLOCK} dividing this rank's K (tensor parallelism must divide K / k_block)",
+        )
+    if N < 2:
+        raise DomainError("linear", f"weight [{N}, {K}]", "at least 2 output features")
     blocks = w.detach().to(torch.float32).view(N, K // k_block, k_block) if w.is_contiguous() else None
     if blocks is None:
         blocks = w.detach().to(torch.float32).reshape(N, K // k_block, k_block)
@@ -66,12 +67,12 @@ def _accumulate(acc: Tensor, x: Tensor, packed: Tensor) -> None:
 
 def _chain(x: Tensor, packed: Tensor, acc: Tensor | None) -> Tensor:
     blocks, k_block, N = packed.shape
-    require(
-        x.shape[-1] == blocks * k_block,
-        "linear.chain",
-        f"x {list(x.shape)} with packed weight {list(packed.shape)}",
-        "x whose last dimension is the packed weight's blocks * k_block",
-    )
+    if x.shape[-1] != blocks * k_block:
+        raise DomainError(
+            "linear.chain",
+            f"x {list(x.shape)} with packed weight {list(packed.shape)}",
+            "x whose last dimension is the packed weight's blocks * k_block",
+        )
     flat, rows = _tiles(x, blocks * k_block)
     if acc is None:
         y = torch.zeros(flat.shape[0], N, dtype=torch.float32)
@@ -102,12 +103,12 @@ def _hand_off(x: Tensor, packed: Tensor, group_name: str, scatter: bool) -> Tens
     size, rank = group.size(), group.rank()
     N = packed.shape[2]
     lead = x.shape[:-1]
-    require(
-        not scatter or lead[0] % size == 0,
-        "linear.hand_off",
-        f"x {list(x.shape)} scattered over {size} ranks",
-        "a first dimension the group's size divides",
-    )
+    if scatter and lead[0] % size:
+        raise DomainError(
+            "linear.hand_off",
+            f"x {list(x.shape)} scattered over {size} ranks",
+            "a first dimension the group's size divides",
+        )
     rows = lead.numel()
     flat = x.reshape(rows, x.shape[-1])
     whole = torch.empty(rows, N, dtype=torch.float32)
@@ -163,12 +164,10 @@ def hand_off(x: Tensor, packed: Tensor, group: ProcessGroup | None, *, scatter: 
 
 def _wgrad(g: Tensor, x: Tensor) -> Tensor:
     M, N, K = g.shape[:-1].numel(), g.shape[-1], x.shape[-1]
-    require(
-        N % ROW_TILE == 0,
-        "linear weight gradient",
-        f"{N} features of the sharded side",
-        f"a multiple of {ROW_TILE}",
-    )
+    if N % ROW_TILE:
+        raise DomainError(
+            "linear weight gradient", f"{N} features of the sharded side", f"a multiple of {ROW_TILE}"
+        )
     T = N // ROW_TILE
     g2, x2 = g.reshape(M, N).to(torch.float32), x.reshape(M, K).to(torch.float32)
     pad = -M % TOKEN_BLOCK
@@ -253,12 +252,12 @@ def _column_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         n_local = w.shape[0]
         n_global = n_local * size_of(ctx.group)
         n_block = n_block_of(n_global, ctx.k_block, ctx.interleave)
-        require(
-            n_block >= MIN_BLOCK and n_local % (ctx.interleave * n_block) == 0,
-            "linear input gradient",
-            f"N {n_global} in shards of {n_local}, interleave {ctx.interleave}, block {n_block}",
-            f"shards that are whole blocks of at least {MIN_BLOCK}",
-        )
+        if not (n_block >= MIN_BLOCK and n_local % (ctx.interleave * n_block) == 0):
+            raise DomainError(
+                "linear input gradient",
+                f"N {n_global} in shards of {n_local}, interleave {ctx.interleave}, block {n_block}",
+                f"shards that are whole blocks of at least {MIN_BLOCK}",
+            )
         turns = _take_turns(g, n_block, ctx.interleave)
         packed = _blocks_of_n(w, n_block, ctx.interleave)
         dx = _hand_off_op(turns, packed, ctx.group, ctx.sp).to(x.dtype)
@@ -321,12 +320,12 @@ def _row_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         g = _gather_op(g, ctx.group)
     if ctx.needs_input_grad[0]:
         n_block = n_block_of(w.shape[0], ctx.k_block)
-        require(
-            n_block >= MIN_BLOCK,
-            "linear input gradient",
-            f"N {w.shape[0]} with k_block {ctx.k_block}",
-            f"N with a common divisor of at least {MIN_BLOCK} with k_block",
-        )
+        if n_block < MIN_BLOCK:
+            raise DomainError(
+                "linear input gradient",
+                f"N {w.shape[0]} with k_block {ctx.k_block}",
+                f"N with a common divisor of at least {MIN_BLOCK} with k_block",
+            )
         dx = _chain_op(g, _blocks_of_n(w, n_block, 1), None).to(x.dtype)
     if ctx.needs_input_grad[1]:
         dw = _wgrad_op(x, g).t().to(w.dtype)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from isoexec.kernels.domain import require, require_float
+from isoexec.kernels.domain import DomainError, require_float
 from isoexec.kernels.groups import all_reduce, gather_rows, name_of, rank_of, size_of
 from isoexec.kernels.library import define
 from isoexec.kernels.sums import halving_tree, pair_tree
@@ -24,15 +24,17 @@ def _check(logits: Tensor, vocab_leaves: int, size: int) -> int:
     """Leaves this rank owns."""
     require_float("logprobs", logits)
     own = vocab_leaves // size
-    require(
+    if not (
         vocab_leaves & (vocab_leaves - 1) == 0
         and vocab_leaves % size == 0
         and logits.shape[-1] % own == 0
-        and logits.shape[-1] > 0,
-        "logprobs",
-        f"logits {list(logits.shape)} on {size} ranks with {vocab_leaves} leaves",
-        "a power-of-two number of leaves that the ranks divide and that divide the vocabulary",
-    )
+        and logits.shape[-1] > 0
+    ):
+        raise DomainError(
+            "logprobs",
+            f"logits {list(logits.shape)} on {size} ranks with {vocab_leaves} leaves",
+            "a power-of-two number of leaves that the ranks divide and that divide the vocabulary",
+        )
     return own
 
 
@@ -65,12 +67,12 @@ def log_softmax(logits: Tensor, *, vocab_leaves: int) -> Tensor:
 def _token(logits: Tensor, target: Tensor, group: str, vocab_leaves: int) -> tuple[Tensor, Tensor, Tensor]:
     size = size_of(group)
     leaves = _check(logits, vocab_leaves, size)
-    require(
-        target.shape == logits.shape[:-1],
-        "logprobs",
-        f"logits {list(logits.shape)} with target {list(target.shape)}",
-        "target shaped as logits without the vocabulary",
-    )
+    if target.shape != logits.shape[:-1]:
+        raise DomainError(
+            "logprobs",
+            f"logits {list(logits.shape)} with target {list(target.shape)}",
+            "target shaped as logits without the vocabulary",
+        )
     width = logits.shape[-1]
     z = logits.to(torch.float32)
     top = all_reduce(z.amax(-1), group, dist.ReduceOp.MAX)
@@ -81,9 +83,8 @@ def _token(logits: Tensor, target: Tensor, group: str, vocab_leaves: int) -> tup
     if group:
         pick = all_reduce(pick.masked_fill_(~inside, 0.0), group)
     else:
-        require(
-            bool(inside.all()), "logprobs", "a target outside the vocabulary", f"targets 0 to {width - 1}"
-        )
+        if not bool(inside.all()):
+            raise DomainError("logprobs", "a target outside the vocabulary", f"targets 0 to {width - 1}")
     e = z.exp_()
     total = _sum_exp(e, leaves)
     if group:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from isoexec.kernels.domain import require, require_float
+from isoexec.kernels.domain import DomainError, require_float
 from isoexec.kernels.groups import name_of, resolve
 from isoexec.kernels.library import define
 from isoexec.kernels.sums import halving_tree
@@ -27,12 +27,10 @@ def _inverse_rms(xf: Tensor, eps: float) -> Tensor:
 
 def _norm(x: Tensor, w: Tensor, eps: float, shard: str, group: str) -> Tensor:
     require_float("rms_norm", x, w)
-    require(
-        w.shape == x.shape[-1:],
-        "rms_norm",
-        f"x {list(x.shape)} with weight {list(w.shape)}",
-        "weight [x.shape[-1]]",
-    )
+    if w.shape != x.shape[-1:]:
+        raise DomainError(
+            "rms_norm", f"x {list(x.shape)} with weight {list(w.shape)}", "weight [x.shape[-1]]"
+        )
     xf = x.to(torch.float32)
     return (xf * _inverse_rms(xf, eps)).mul_(w.to(torch.float32)).to(x.dtype)
 
@@ -137,15 +135,10 @@ def rms_norm_grad(
     Where ranks of `group` share the sequence or the heads, the weight's gradient is whole on rank 0 and zero on the others,
     so that a later sum over the group is exact.
     """
-    require(
-        shard in ("none", "sequence", "heads"), "rms_norm", f"shard {shard!r}", "none, sequence and heads"
-    )
-    require(
-        shard != "heads" or x.dim() == 4,
-        "rms_norm",
-        f"x {list(x.shape)} sharded by heads",
-        "x [s, b, heads, width]",
-    )
+    if shard not in ("none", "sequence", "heads"):
+        raise DomainError("rms_norm", f"shard {shard!r}", "none, sequence and heads")
+    if shard == "heads" and x.dim() != 4:
+        raise DomainError("rms_norm", f"x {list(x.shape)} sharded by heads", "x [s, b, heads, width]")
     out: Tensor = _norm_op(x, w, eps, shard, name_of(group))
     return out
 

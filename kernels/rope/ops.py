@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from isoexec.kernels.domain import DomainError, require, require_float
+from isoexec.kernels.domain import DomainError, require_float
 from isoexec.kernels.library import define
 from isoexec.kernels.rope import naive
 
@@ -22,12 +22,12 @@ _table = lru_cache(maxsize=16)(naive.table)
 
 def _rotate(x: Tensor, positions: Tensor, base: float, backward: bool) -> Tensor:
     require_float("rope", x)
-    require(
-        x.dim() == 3 and x.shape[-1] % 2 == 0 and positions.shape == x.shape[:1],
-        "rope",
-        f"x {list(x.shape)} with positions {list(positions.shape)}",
-        "x [tokens, heads, even head_dim] and positions [tokens]",
-    )
+    if not (x.dim() == 3 and x.shape[-1] % 2 == 0 and positions.shape == x.shape[:1]):
+        raise DomainError(
+            "rope",
+            f"x {list(x.shape)} with positions {list(positions.shape)}",
+            "x [tokens, heads, even head_dim] and positions [tokens]",
+        )
     tables = _table(x.shape[-1], base)
     try:
         cos, sin = (t.index_select(0, positions).unsqueeze(1) for t in tables)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from isoexec.kernels.domain import require, require_float
+from isoexec.kernels.domain import DomainError, require_float
 from isoexec.kernels.library import define
 from isoexec.kernels.silu_mul import naive
 
@@ -19,12 +19,8 @@ __all__ = ["silu_mul"]
 
 def _silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     require_float("silu_mul", gate, up)
-    require(
-        gate.shape == up.shape,
-        "silu_mul",
-        f"gate {list(gate.shape)} with up {list(up.shape)}",
-        "equal shapes",
-    )
+    if gate.shape != up.shape:
+        raise DomainError("silu_mul", f"gate {list(gate.shape)} with up {list(up.shape)}", "equal shapes")
     g = gate.to(torch.float32)
     return (g / torch.exp(-g).add_(1.0)).mul_(up.to(torch.float32)).to(gate.dtype)
 

@@ -102,7 +102,7 @@ def test_every_op_of_the_library_is_listed_here() -> None:
     defined = {
         name.removeprefix("isoexec::").partition(".")[0]
         for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("isoexec::")
+        if name.startswith("isoexec::") and not name.startswith("isoexec::sm90_")
     }
     assert defined == set(ARGUMENTS)
 
