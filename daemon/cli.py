@@ -18,11 +18,11 @@ import structlog
 
 from isoexec.contracts.errors import IsoExecError
 from isoexec.contracts.halting import StateDirectory, default_state_dir
+from isoexec.contracts.rules import load_rules
 from isoexec.contracts.verdict import RuleHistory, Verdict, evaluate
 from isoexec.contracts.window import Window
 from isoexec.daemon.config import Config, ConfigError
 from isoexec.daemon.journal import Journal, JournalError
-from isoexec.daemon.judge import rules_for
 from isoexec.daemon.views import runs_view
 
 __all__ = ["check", "run", "status"]
@@ -205,7 +205,7 @@ def check(argv: Sequence[str] | None = None) -> int:
     """Judge the windows of a journal again; 0 all passed, 1 a violation, 3 unknown but no violation, 2 unreadable."""
     parser = argparse.ArgumentParser(prog="isoexec check", description="Judge a journal again, offline.")
     parser.add_argument("journal", type=Path)
-    parser.add_argument("--rules", type=Path, default=None, help="rules file; default: each regime's own")
+    parser.add_argument("--rules", type=Path, default=None, help="rules file; default: those of each session")
     parser.add_argument("--run", default=None, help="only this run")
     parser.add_argument("--json", action="store_true", help="one verdict a line")
     chosen = parser.parse_args(argv)
@@ -218,9 +218,10 @@ def check(argv: Sequence[str] | None = None) -> int:
             if chosen.run not in (None, name):
                 continue
             history = RuleHistory()
+            rules = load_rules(chosen.rules) if chosen.rules is not None else journal.rules(session)
             for row in journal.windows(name, session=session, limit=1 << 40):
                 window = Window.from_dict(row["window"])
-                verdicts = evaluate(rules_for(window.regime, chosen.rules), window, history)
+                verdicts = evaluate(rules, window, history)
                 history = history.after(verdicts)
                 windows += 1
                 for verdict in verdicts:

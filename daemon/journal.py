@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from isoexec.contracts.errors import IsoExecError
+from isoexec.contracts.rules import Rule
 from isoexec.contracts.verdict import Verdict
 from isoexec.contracts.window import Window
 
@@ -201,6 +202,11 @@ class Journal:
             }
             for row in rows
         ]
+
+    def rules(self, session: int) -> tuple[Rule, ...]:
+        """Give the rules that a session was judged by."""
+        row = self._database.execute("SELECT data FROM runs WHERE id = ?", (session,)).fetchone()
+        return tuple(Rule(**rule) for rule in json.loads(row[0]).get("rules", ())) if row else ()
 
     def sessions(self) -> list[tuple[int, str]]:
         """Give (session, run) of everything that was ever watched, oldest first."""

@@ -8,7 +8,7 @@ its digest under other versions only knows them. Memory is bounded by tokens: wh
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -92,14 +92,12 @@ class Pairing:
         self._next = 0
         self.held_tokens = 0
         self.evicted_tokens = 0
+        self._unmet: Counter[int] = Counter()  # records by step that met nothing of the other side
+        self._unmet_tokens: Counter[str] = Counter()  # by role
 
     def pending(self, role: str) -> int:
         """Tokens of a role that have met nothing of the other side."""
-        return sum(
-            record.size
-            for record in self._records.values()
-            if role_of(record.case) == role and not record.met_other_side
-        )
+        return self._unmet_tokens[role]
 
     def add(self, message: Logprobs, now: float, unpaired: Unpaired) -> list[Batch]:
         """Take a message, give what it pairs with; `unpaired` is told of each record evicted for room."""
@@ -139,6 +137,8 @@ class Pairing:
             if found is None:
                 _note_versions(record, candidates)
                 continue
+            if not found.met_other_side and role_of(record.case) != role_of(found.case):
+                self._count_unmet(found, -1)
             found.met.add(record.case)
             record.met.add(partner_case)
             first, second = (record, found) if pair[0] == record.case else (found, record)
@@ -151,6 +151,14 @@ class Pairing:
         self._records[key] = record
         self._by_digest.setdefault(record.digest, []).append(key)
         self.held_tokens += record.size
+        if not record.met_other_side:
+            self._count_unmet(record, 1)
+
+    def _count_unmet(self, record: Record, sign: int) -> None:
+        self._unmet[record.step] += sign
+        if not self._unmet[record.step]:
+            del self._unmet[record.step]
+        self._unmet_tokens[role_of(record.case)] += sign * record.size
 
     def _drop(self, key: int) -> Record:
         record = self._records.pop(key)
@@ -159,6 +167,8 @@ class Pairing:
         if not keys:
             del self._by_digest[record.digest]
         self.held_tokens -= record.size
+        if not record.met_other_side:
+            self._count_unmet(record, -1)
         return record
 
     def retire(self, step: int, *, lag_steps: int, older_than: float, unpaired: Unpaired) -> None:
@@ -182,9 +192,7 @@ class Pairing:
 
     def waiting(self, step: int) -> bool:
         """Whether a record of `step` or before has met nothing of the other side yet."""
-        return any(
-            0 <= record.step <= step and not record.met_other_side for record in self._records.values()
-        )
+        return any(0 <= one <= step for one in self._unmet)
 
 
 def _note_versions(record: Record, candidates: Iterable[Record]) -> None:

@@ -115,8 +115,7 @@ class Run:
 
     def greet(self, hello: Hello, now: float) -> Agreement:
         """Compare a process with the run and let it in if it agrees; keep the difference if not."""
-        reference = None if hello.source == self.reference.source else self.reference
-        agreement = agree(reference, hello)
+        agreement = agree(self.reference, hello)
         place = (hello.role, hello.replica, hello.rank)
         if not agreement.accepted:
             self.refused[place] = agreement.fields
@@ -138,6 +137,10 @@ class Run:
         process.count(hello)
         self.hear(hello, now)
         return agreement
+
+    def adopt(self, hello: Hello, contract: Contract | None, judge: Judge) -> None:
+        """Let the first process that computes anything declare what the run is, where a driver came before it."""
+        self.reference, self.contract, self.judge = hello, contract, judge
 
     def hear(self, message: Message, now: float) -> None:
         self.said[message.role, message.TYPE] = now

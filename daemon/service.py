@@ -182,15 +182,23 @@ class Service:
             return _refusal(hello, str(marker))
         now = time.monotonic()
         run = self.runs.get(hello.run)
-        if run is not None and hello.source not in run.processes and not run.connected and run.processes:
-            # whoever was there is gone: this is the job's next start
-            self._finish(run)
-            run = None
+        if run is not None and run.processes:
+            gone = hello.source not in run.processes and not run.connected
+            # whoever was there is gone, or was halted and is cleared: this is the job's next start
+            if gone or run.halted or run.session < 0:
+                self._finish(run)
+                run = None
         if run is None:
             alone = agree(None, hello)
             if not alone.accepted:
                 return _refusal(hello, alone.message, alone.differences)
             run = self._begin(hello)
+        if run.reference.role == "driver" and hello.role != "driver":
+            alone = agree(None, hello)
+            if not alone.accepted:
+                return _refusal(hello, alone.message, alone.differences)
+            run.adopt(hello, _contract(hello), Judge(rules_for(hello.regime, self.config.rules)))
+            self._declare(run)
         agreement = run.greet(hello, now)
         if not agreement.accepted:
             return _refusal(hello, agreement.message, agreement.differences)
@@ -215,7 +223,7 @@ class Service:
         if len(self.runs) >= self.config.max_runs and not self._make_room():
             self.metrics.add("runs_refused", 1.0)
             raise ConfigError(f"the daemon watches {self.config.max_runs} runs at most; raise max_runs")
-        contract = Contract.from_dict(hello.contract) if hello.contract is not None else None
+        contract = _contract(hello)
         judge = Judge(rules_for(hello.regime, self.config.rules))
         builder = StepBuilder(
             self.config, pending_tokens=max(self.config.pending_tokens // max(len(self.runs) + 1, 1), 1)
@@ -244,18 +252,19 @@ class Service:
             touched=time.monotonic(),
         )
         self.runs[hello.run] = run
-        self.metrics.start_run(
-            hello.run, regime=hello.regime, monitor_only=contract is None, policy=hello.policy
-        )
-        self.metrics.start_rules(
-            hello.run, [rule.name for rule in judge.rules if rule.applies_to(hello.regime)]
-        )
-        if contract is not None:
-            for role in ("engine", "trainer"):
-                for region in contract.regions:
-                    self.metrics.set("region_breaks", 0.0, run=hello.run, role=role, region=region)
-        self.keeper.set(hello.run, LeaseState.OK, run.policy, cause="no window judged yet")
+        self._declare(run)
         return run
+
+    def _declare(self, run: Run) -> None:
+        """Show what a run is, and begin its lease."""
+        hello = run.reference
+        self.metrics.start_run(
+            run.name, regime=run.regime, monitor_only=run.monitor_only, policy=hello.policy
+        )
+        rules = [rule.name for rule in run.judge.rules if rule.applies_to(run.regime)]
+        self.metrics.start_rules(run.name, rules)
+        self._region_metrics(run, Findings())
+        self.keeper.set(run.name, LeaseState.OK, run.policy, cause="no window judged yet")
 
     def _resume(self, hello: Hello, judge: Judge, builder: StepBuilder) -> int | None:
         """Go on with the session that a daemon before this one left open, its history replayed."""
@@ -431,8 +440,14 @@ class Service:
 
     def _halt(self, run: Run, window: Window, verdicts: list[Verdict]) -> None:
         marker = marker_of(window, verdicts)
-        # marker, then lease: no restart may find the one without the other
-        self.keeper.halt(marker, run.policy)
+        try:
+            self.keeper.halt(marker, run.policy)  # marker, then lease
+        except OSError as error:
+            # a disk that is full must not keep a broken run going; what is lost is that the halt outlives a restart
+            _log.critical("marker cannot be written", run=run.name, error=str(error))
+            self.keeper.set(
+                run.name, LeaseState.HALT, run.policy, step=marker.step, rule=marker.rule, cause=marker.cause
+            )
         run.halted = True
         self.metrics.add("halts", 1.0, run=run.name)
         self.metrics.set("halted", 1.0, run=run.name)
@@ -543,6 +558,10 @@ class Service:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
+
+
+def _contract(hello: Hello) -> Contract | None:
+    return Contract.from_dict(hello.contract) if hello.contract is not None else None
 
 
 def _refusal(hello: Hello, message: str, differences: tuple[tuple[str, Any, Any], ...] = ()) -> Welcome:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -28,7 +28,8 @@ from isoexec.daemon.views import run_view, runs_view
 
 
 def window(step: int = 1, equal: int = 10, **changes: Any) -> Window:
-    numbers = dict.fromkeys(("mean_d", "mean_abs_d", "max_abs_d", "p99_abs_d", "k1", "k3", "rho_z"), 0.0)
+    names = ("mean_d", "mean_abs_d", "max_abs_d", "p99_abs_d", "k1", "k3", "rho_z")
+    numbers: dict[str, Any] = dict.fromkeys(names, 0.0)
     pair = PairStats(
         pair=("engine_decode", "trainer_score"),
         tokens=10,
@@ -51,7 +52,10 @@ def window(step: int = 1, equal: int = 10, **changes: Any) -> Window:
 def journal_of(path: Path, *windows: Window, name: str = "r") -> Path:
     state = StateDirectory(path).make()
     journal = Journal.create(state.journal)
-    session = journal.start_run(name, regime="bitwise", monitor_only=True, policy="fail_open", data={})
+    rules = [rule.to_dict() for rule in rules_for("bitwise")]
+    session = journal.start_run(
+        name, regime="bitwise", monitor_only=True, policy="fail_open", data={"rules": rules}
+    )
     history = RuleHistory()
     for one in windows:
         verdicts = evaluate(rules_for(one.regime), one, history)
@@ -260,7 +264,7 @@ def test_the_page_is_well_formed_and_escapes_what_a_run_says(tmp_path: Path) -> 
     assert "Halted" in page
     assert page.count("<svg") == 3
     for start in (i for i in range(len(page)) if page.startswith("<svg", i)):
-        ElementTree.fromstring(page[start : page.index("</svg>", start) + 6])  # noqa: S314 - our own text
+        ET.fromstring(page[start : page.index("</svg>", start) + 6])  # noqa: S314 - our own text
     assert "halted" in runs_page(runs_view(state, journal))
     assert "No run" in runs_page([])
     journal.close()

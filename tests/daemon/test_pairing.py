@@ -90,15 +90,16 @@ def test_duplicates_pair_as_a_multiset_in_any_order(events: list[tuple[bool, str
     join = Join()
     for engine, name in events:
         join.add(message("engine_decode" if engine else "trainer_score", [(name, 0, [-1.0])]))
-    engine = Counter(name for is_engine, name in events if is_engine)
-    trainer = Counter(name for is_engine, name in events if not is_engine)
-    assert len(pairs_of(join.batches)) == (engine & trainer).total()
+    rollouts = Counter(name for is_engine, name in events if is_engine)
+    trained = Counter(name for is_engine, name in events if not is_engine)
+    alone = (rollouts - trained) + (trained - rollouts)
+    assert len(pairs_of(join.batches)) == (rollouts & trained).total()
+    assert join.pairing.waiting(1) == bool(alone)
+    assert join.pairing.pending("engine") == (rollouts - trained).total()
     join.retire(1)
     assert len(join.lost) == len(events)
-    assert (
-        sum(not record.met_other_side for record in join.lost)
-        == (engine - trainer).total() + (trainer - engine).total()
-    )
+    assert sum(not record.met_other_side for record in join.lost) == alone.total()
+    assert not join.pairing.waiting(1)
     assert join.pairing.held_tokens == 0
 
 

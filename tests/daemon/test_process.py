@@ -65,32 +65,33 @@ def test_it_never_imports_torch() -> None:
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
 
 
-def test_equal_bits_pass_and_one_changed_bit_halts(
-    start: Callable[..., Any], peer: Callable[..., Any]
-) -> None:
-    daemon = start()
-    engine, trainer = peer(daemon, "engine"), peer(daemon, "trainer", monitor_only=True)
+def test_equal_bits_pass_and_one_changed_bit_is_a_violation(daemon: Any, peer: Callable[..., Any]) -> None:
+    engine, trainer = (
+        peer(daemon, "engine", run="equal"),
+        peer(daemon, "trainer", run="equal", monitor_only=True),
+    )
     assert engine.welcome.accepted
     assert trainer.welcome.accepted
     one_step(engine, trainer, 1)
-    (window,) = daemon.windows()
+    (window,) = daemon.windows("equal")
     (pair,) = window["pairs"]
     assert (pair["pair"], pair["tokens"], pair["bitwise_equal"]) == (["engine_decode", "trainer_score"], 6, 6)
     assert window["silence"] == []
-    assert daemon.json("/api/v1/runs/r")["outcome"] == "pass"
+    assert daemon.json("/api/v1/runs/equal")["outcome"] == "pass"
     assert (
-        daemon.metric("isoexec_tokens_bitwise_equal_total", run="r", pair="engine_decode:trainer_score") == 6
+        daemon.metric("isoexec_tokens_bitwise_equal_total", run="equal", pair="engine_decode:trainer_score")
+        == 6
     )
     off = BITS.copy()
     off.view(np.int32)[1] ^= 1
     one_step(engine, trainer, 2, [SEQUENCES[0], (*SEQUENCES[1][:2], off)])
-    window = daemon.windows(count=2)[1]
+    window = daemon.windows("equal", count=2)[1]
     assert window["pairs"][0]["bitwise_equal"] == 5
-    run = daemon.json("/api/v1/runs/r")
+    run = daemon.json("/api/v1/runs/equal")
     assert run["outcome"] == "violation"
     # a run that only monitors is warned, never halted
     assert {v["action"] for v in run["failing"]} == {"warn"}
-    assert LeasePage.open(daemon.state.run("r").lease).read().state is LeaseState.WARN
+    assert LeasePage.open(daemon.state.run("equal").lease).read().state is LeaseState.WARN
 
 
 def contract_hello() -> dict[str, Any]:
@@ -133,26 +134,50 @@ def test_a_broken_contract_halts_marks_and_refuses_until_cleared(
     assert LeasePage.open(daemon.state.run("r").lease).fine()
 
 
-def test_another_contract_is_refused_with_the_fields(
-    start: Callable[..., Any], peer: Callable[..., Any]
+def test_a_marker_of_the_guard_is_seen_and_clearing_it_is_a_new_start(
+    daemon: Any, peer: Callable[..., Any], wait_until: Callable[..., Any]
 ) -> None:
-    daemon = start()
-    trainer = peer(daemon, "trainer", **contract_hello())
+    peer(daemon, "engine", run="guard")
+    directory = daemon.state.run("guard")
+    lease = LeasePage.open(directory.lease)
+    assert lease.fine()
+    HaltMarker(run="guard", step=2, rule="lease_lost", cause="", verdict="unknown").write(directory.path)
+    wait_until(lambda: lease.read().state is LeaseState.HALT, "the daemon to see the marker")
+    assert daemon.metric("isoexec_halted", run="guard") == 1
+    assert not peer(daemon, "trainer", run="guard").welcome.accepted
+    HaltMarker.clear(directory.path)
+    # the engine of before is still connected, and does not bring its halt along
+    assert peer(daemon, "trainer", run="guard").welcome.accepted
+    assert lease.fine()
+    assert daemon.metric("isoexec_halted", run="guard") == 0
+
+
+def test_a_driver_that_comes_first_does_not_declare_the_run(daemon: Any, peer: Callable[..., Any]) -> None:
+    assert peer(daemon, "driver", run="driven").welcome.accepted
+    assert peer(daemon, "trainer", run="driven", **contract_hello()).welcome.accepted
+    assert daemon.metric("isoexec_run_info", run="driven", mode="contract") == 1
+    refused = peer(daemon, "engine", run="driven").welcome
+    assert not refused.accepted
+    assert refused.differences[0][0] == "contract"
+
+
+def test_another_contract_is_refused_with_the_fields(daemon: Any, peer: Callable[..., Any]) -> None:
+    trainer = peer(daemon, "trainer", run="another", **contract_hello())
     other = Contract.load(library("qwen3-dense-cpu")).to_dict()
     for binding in other["composition"]:  # type: ignore[attr-defined]
         if binding["region"] == "attention":
             binding["constants"]["kv_segment"] = 64
-    engine = peer(daemon, "engine", monitor_only=False, contract=other)
+    engine = peer(daemon, "engine", run="another", monitor_only=False, contract=other)
     assert not engine.welcome.accepted
     (difference,) = engine.welcome.differences
     assert difference[0].endswith("kv_segment")
     assert list(difference[1:]) == [64, 32]
     # a lie about the digest is not believed
-    liar = peer(daemon, "engine", rank=1, **{**contract_hello(), "contract": other})
+    liar = peer(daemon, "engine", run="another", rank=1, **{**contract_hello(), "contract": other})
     assert not liar.welcome.accepted
     assert "identities.numerical_policy" in liar.welcome.message
     trainer.step(1)
-    (window,) = daemon.windows()
+    (window,) = daemon.windows("another")
     assert any(row["path"].endswith("kv_segment") and row["engine"] == 64 for row in window["handshake"])
 
 
@@ -223,61 +248,51 @@ def test_two_daemons_do_not_share_a_state_directory(start: Callable[..., Any]) -
         start()
 
 
-def test_a_side_that_says_nothing_is_unknown_and_named(
-    start: Callable[..., Any], peer: Callable[..., Any]
-) -> None:
-    daemon = start()
-    peer(daemon, "engine")
-    trainer = peer(daemon, "trainer")
+def test_a_side_that_says_nothing_is_unknown_and_named(daemon: Any, peer: Callable[..., Any]) -> None:
+    peer(daemon, "engine", run="silent")
+    trainer = peer(daemon, "trainer", run="silent")
     trainer.logprobs("trainer_score", 1, SEQUENCES)
     trainer.step(1)
-    (window,) = daemon.windows()
+    (window,) = daemon.windows("silent")
     assert {(s["role"], s["what"]) for s in window["silence"]} == {
         ("engine", "logprobs"),
         ("engine", "weights"),
         ("trainer", "weights"),
     }
     assert window["pairs"][0]["unpaired"] == {"trainer": 6}
-    assert daemon.json("/api/v1/runs/r")["outcome"] in ("unknown", "violation")
-    assert daemon.metric("isoexec_verdict", run="r", outcome="pass") == 0
-    assert daemon.metric("isoexec_tokens_unpaired_total", run="r", role="trainer") == 6
+    assert daemon.json("/api/v1/runs/silent")["outcome"] in ("unknown", "violation")
+    assert daemon.metric("isoexec_verdict", run="silent", outcome="pass") == 0
+    assert daemon.metric("isoexec_tokens_unpaired_total", run="silent", role="trainer") == 6
 
 
-def test_a_retokenised_sequence_is_unpaired_on_both_sides(
-    start: Callable[..., Any], peer: Callable[..., Any]
-) -> None:
-    daemon = start()
-    engine, trainer = peer(daemon, "engine"), peer(daemon, "trainer")
+def test_a_retokenised_sequence_is_unpaired_on_both_sides(daemon: Any, peer: Callable[..., Any]) -> None:
+    engine, trainer = peer(daemon, "engine", run="retokenised"), peer(daemon, "trainer", run="retokenised")
     one_step(engine, trainer, 1, [SEQUENCES[0], ([9, 8, 7, 5], 1, BITS)])
-    (window,) = daemon.windows()
+    (window,) = daemon.windows("retokenised")
     assert window["pairs"][0]["tokens"] == 3
     assert window["pairs"][0]["unpaired"] == {"engine": 3, "trainer": 3}
 
 
-def test_lost_messages_are_counted_from_the_numbers(
-    start: Callable[..., Any], peer: Callable[..., Any]
-) -> None:
-    daemon = start()
-    engine, trainer = peer(daemon, "engine"), peer(daemon, "trainer")
+def test_lost_messages_are_counted_from_the_numbers(daemon: Any, peer: Callable[..., Any]) -> None:
+    engine, trainer = peer(daemon, "engine", run="lost"), peer(daemon, "trainer", run="lost")
     engine.seq += 4
     one_step(engine, trainer, 1)
-    (window,) = daemon.windows()
+    (window,) = daemon.windows("lost")
     assert window["dropped"] == 4
-    assert daemon.metric("isoexec_messages_dropped_total", run="r", role="engine") == 4
+    assert daemon.metric("isoexec_messages_dropped_total", run="lost", role="engine") == 4
 
 
-def test_weights_that_did_not_arrive_are_stale(start: Callable[..., Any], peer: Callable[..., Any]) -> None:
-    daemon = start()
-    engine, trainer = peer(daemon, "engine"), peer(daemon, "trainer")
+def test_weights_that_did_not_arrive_are_stale(daemon: Any, peer: Callable[..., Any]) -> None:
+    engine, trainer = peer(daemon, "engine", run="stale"), peer(daemon, "trainer", run="stale")
     for step, engine_has in ((1, {"w": (1, 1)}), (2, {"w": (1, 1)})):
         trainer.weights(step, {"w": (step, 1)})
         engine.weights(step, engine_has)
         engine.logprobs("engine_decode", step, SEQUENCES)
         trainer.logprobs("trainer_score", step, SEQUENCES)
         trainer.step(step)
-        window = daemon.windows(count=step)[-1]
+        window = daemon.windows("stale", count=step)[-1]
     assert window["weights"] == [{"name": "w", "kind": "stale", "engine_version": 1, "trainer_version": 2}]
-    assert daemon.metric("isoexec_claim", run="r", claim="weights", outcome="violation") == 1
+    assert daemon.metric("isoexec_claim", run="stale", claim="weights", outcome="violation") == 1
 
 
 def test_raw_pairs_are_kept_and_bounded(
@@ -304,17 +319,16 @@ def test_raw_pairs_are_kept_and_bounded(
 
 
 def test_a_new_start_of_the_job_is_a_session_of_its_own(
-    start: Callable[..., Any], peer: Callable[..., Any], wait_until: Callable[..., Any]
+    daemon: Any, peer: Callable[..., Any], wait_until: Callable[..., Any]
 ) -> None:
-    daemon = start()
     for session in (1, 2):
-        engine, trainer = (peer(daemon, role, rank=session) for role in ("engine", "trainer"))
+        engine, trainer = (peer(daemon, role, run="sessions", rank=session) for role in ("engine", "trainer"))
         one_step(engine, trainer, 1)
-        rows = daemon.windows(count=session)
+        rows = daemon.windows("sessions", count=session)
         assert [row["step"] for row in rows] == [1] * session
         engine.bye()
         trainer.bye()
-        wait_until(lambda: daemon.json("/api/v1/runs/r")["ended"], "the end of the session")
+        wait_until(lambda: daemon.json("/api/v1/runs/sessions")["ended"], "the end of the session")
 
 
 @pytest.mark.parametrize(

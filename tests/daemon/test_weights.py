@@ -39,7 +39,7 @@ def test_equal_weights_break_nothing() -> None:
 
 
 def test_shards_add_up_modulo_two_to_the_64() -> None:
-    half = {"numel": {"w": 4}, "total": {"w": 8}}
+    half: dict[str, Any] = {"numel": {"w": 4}, "total": {"w": 8}}
     ledger = ledger_of(
         report("trainer", 1, {"w": (TOP, 5)}, "0", **half),
         report("trainer", 1, {"w": (3, TOP)}, "1", **half),
@@ -51,13 +51,13 @@ def test_shards_add_up_modulo_two_to_the_64() -> None:
 
 
 def test_a_shard_that_is_missing_is_unknown() -> None:
-    half = {"numel": {"w": 4}, "total": {"w": 8}}
+    half: dict[str, Any] = {"numel": {"w": 4}, "total": {"w": 8}}
     ledger = ledger_of(report("trainer", 1, {"w": (1, 2)}), report("engine", 1, {"w": (1, 2)}, **half))
     assert kinds(ledger, 1) == {"w": ("unknown", 1)}
 
 
 def test_each_replica_is_a_copy_of_its_own() -> None:
-    half = {"numel": {"w": 4}, "total": {"w": 8}}
+    half: dict[str, Any] = {"numel": {"w": 4}, "total": {"w": 8}}
     ledger = ledger_of(report("trainer", 1, {"w": (3, 3)}))
     for replica, extra in (("a", 0), ("b", 1)):
         ledger.add(report("engine", 1, {"w": (1, 1)}, f"{replica}0", **half), replica)
