@@ -243,7 +243,8 @@ def read_rules(text: str, *, path: str = "") -> tuple[Rule, ...]:
         raise ContractError(
             "the list is empty: nothing would ever be judged", path=path, line=1, field="rules"
         )
-    lines = [item.start_mark.line + 1 for item in node.value[0][1].value]
+    rows = node.value[0][1].value if isinstance(node, yaml.MappingNode) else []
+    lines = [item.start_mark.line + 1 for item in rows]
     rules: list[Rule] = []
     for index, (row, line) in enumerate(zip(data["rules"], lines, strict=True)):
         where = f"rules[{index}]"
