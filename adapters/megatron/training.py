@@ -139,7 +139,8 @@ class Trainer:
     def train_step(self, batch: Batch) -> StepResult:
         """One optimizer step; every rank of the model calls it with the same batch.
 
-        Raises FloatingPointError when the loss or the gradient norm is not finite; no weight has changed then.
+        Raises FloatingPointError when the loss is not finite, before any weight has changed, and when the gradient norm is not,
+        after Megatron has applied it: go back to a checkpoint then.
         """
         n, length = batch.tokens.shape
         size = min(self.microbatch, n)
