@@ -46,7 +46,7 @@ def run_summary(state: StateDirectory, journal: Journal, row: dict[str, Any]) ->
         ],
         "failing": [
             {key: verdict[key] for key in ("rule", "outcome", "action", "cause", "message", "runbook")}
-            for verdict in verdicts
+            for verdict in sorted(verdicts, key=lambda verdict: bool(verdict["outcome"] != "violation"))
             if verdict["outcome"] != "pass"
             and (verdict["outcome"], verdict["action"]) != ("unknown", "dryrun")
         ],
