@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _ROOT = Path(__file__).resolve().parent
-_SHARED = ("domain.py", "groups.py", "library.py", "sums.py")
+_SHARED = ("domain.py", "groups.py", "library.py", "slices.py", "sums.py")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,7 +80,7 @@ def _chain(x: Tensor, packed: Tensor, acc: Tensor | None) -> Tensor:
         y, _ = _tiles(acc, N)
         y = y.clone() if y.data_ptr() == acc.data_ptr() else y
     _accumulate(y, flat, packed)
-    return y[:rows].view(*x.shape[:-1], N)
+    return (y if len(y) == rows else y[:rows]).view(*x.shape[:-1], N)
 
 
 def _chain_fake(x: Tensor, packed: Tensor, acc: Tensor | None) -> Tensor:

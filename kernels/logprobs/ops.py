@@ -11,6 +11,7 @@ import torch.distributed as dist
 from isoexec.kernels.domain import DomainError, require_float
 from isoexec.kernels.groups import all_reduce, gather_rows, name_of, rank_of, size_of
 from isoexec.kernels.library import define
+from isoexec.kernels.slices import row_slices, rows_of
 from isoexec.kernels.sums import halving_tree, pair_tree
 
 if TYPE_CHECKING:
@@ -44,9 +45,13 @@ def _sum_exp(e: Tensor, leaves: int) -> Tensor:
 
 def _log_softmax(logits: Tensor, vocab_leaves: int) -> Tensor:
     leaves = _check(logits, vocab_leaves, 1)
-    z = logits.to(torch.float32)
-    z = z - z.amax(-1, keepdim=True)
-    return z.sub_(_sum_exp(torch.exp(z), leaves).log_().unsqueeze(-1))
+    flat = rows_of(logits)
+    out = torch.empty(flat.shape, dtype=torch.float32)
+    for at in row_slices(*flat.shape):
+        z = out[at].copy_(flat[at])
+        z.sub_(z.amax(-1, keepdim=True))
+        z.sub_(_sum_exp(torch.exp(z), leaves).log_().unsqueeze(-1))
+    return out.view(logits.shape)
 
 
 def _log_softmax_fake(logits: Tensor, vocab_leaves: int) -> Tensor:
@@ -74,22 +79,23 @@ def _token(logits: Tensor, target: Tensor, group: str, vocab_leaves: int) -> tup
             "target shaped as logits without the vocabulary",
         )
     width = logits.shape[-1]
-    z = logits.to(torch.float32)
-    top = all_reduce(z.amax(-1), group, dist.ReduceOp.MAX)
-    z = z - top.unsqueeze(-1)
-    local = target - rank_of(group) * width
+    flat = rows_of(logits)
+    top = all_reduce(flat.amax(-1).to(torch.float32), group, dist.ReduceOp.MAX)
+    local = target.reshape(-1) - rank_of(group) * width
     inside = (local >= 0) & (local < width)
-    pick = z.gather(-1, local.clamp(0, width - 1).unsqueeze(-1)).squeeze(-1)
+    if not group and not bool(inside.all()):
+        raise DomainError("logprobs", "a target outside the vocabulary", f"targets 0 to {width - 1}")
+    local = local.clamp(0, width - 1).unsqueeze(-1)
+    pick, total = torch.empty_like(top), torch.empty_like(top)
+    for at in row_slices(*flat.shape):
+        z = flat[at].to(torch.float32) - top[at].unsqueeze(-1)
+        pick[at] = z.gather(-1, local[at]).squeeze(-1)
+        total[at] = _sum_exp(z.exp_(), leaves)
     if group:
         pick = all_reduce(pick.masked_fill_(~inside, 0.0), group)
-    else:
-        if not bool(inside.all()):
-            raise DomainError("logprobs", "a target outside the vocabulary", f"targets 0 to {width - 1}")
-    e = z.exp_()
-    total = _sum_exp(e, leaves)
-    if group:
         total = pair_tree(gather_rows(total.unsqueeze(0), group).unbind(0))
-    return pick - total.log(), top, total
+    shape = target.shape
+    return (pick - total.log()).view(shape), top.view(shape), total.view(shape)
 
 
 def _token_fake(
@@ -103,12 +109,18 @@ def _token_grad(
     grad: Tensor, logits: Tensor, target: Tensor, top: Tensor, total: Tensor, group: str
 ) -> Tensor:
     width = logits.shape[-1]
-    d = torch.exp(logits.to(torch.float32) - top.unsqueeze(-1)).div_(total.unsqueeze(-1)).neg_()
-    local = (target - rank_of(group) * width).unsqueeze(-1)
+    flat, rows = rows_of(logits), grad.reshape(-1, 1)
+    local = (target - rank_of(group) * width).reshape(-1, 1)
     inside = (local >= 0) & (local < width)
-    # one_hot - p = 1 + (-p) at the target, 0 + (-p) elsewhere
-    d.scatter_add_(-1, local.clamp(0, width - 1), inside.to(torch.float32))
-    return d.mul_(grad.unsqueeze(-1)).to(logits.dtype)
+    local = local.clamp(0, width - 1)
+    out = torch.empty(flat.shape, dtype=logits.dtype)
+    for at in row_slices(*flat.shape):
+        z = flat[at].to(torch.float32) - top.view(-1, 1)[at]
+        d = z.exp_().div_(total.view(-1, 1)[at]).neg_()
+        # one_hot - p = 1 + (-p) at the target, 0 + (-p) elsewhere
+        d.scatter_add_(-1, local[at], inside[at].to(torch.float32))
+        out[at] = d.mul_(rows[at])
+    return out.view(logits.shape)
 
 
 def _token_grad_fake(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,10 @@ def best(call: Call, seconds: float) -> float:
     return fastest * 1e6
 
 
+def _linear(x: Tensor, packed: Tensor) -> Tensor:
+    return chain(x, packed).to(DTYPE)
+
+
 def _stock_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
@@ -60,9 +65,7 @@ def forward(rows: int) -> list[tuple[str, Call, Call]]:
     for name, K, N in (("qkv", HIDDEN, 256), ("gate_up", HIDDEN, 2 * FFN), ("down", FFN, HIDDEN)):
         a, w = fill(rows, K, salt=4, dtype=DTYPE), fill(N, K, salt=5, dtype=DTYPE)
         packed = pack_weight(w, k_block=64)
-        out.append(
-            (f"linear {name}", lambda a=a, p=packed: chain(a, p).to(DTYPE), lambda a=a, w=w: F.linear(a, w))
-        )
+        out.append((f"linear {name}", partial(_linear, a, packed), partial(F.linear, a, w)))
     head = fill(VOCAB, HIDDEN, salt=6, dtype=DTYPE)
     packed_head = pack_weight(head, k_block=64)
     out.append(("lm_head", lambda: chain(x, packed_head), lambda: F.linear(x, head)))
@@ -114,10 +117,8 @@ def decode(batch: int = 64) -> list[tuple[str, Call, Call]]:
         out.append(
             (
                 f"paged decode, block {block}",
-                lambda q=q, c=cache, t=table, p=plan, r=result: attention_paged(q, c, t, p, 0.2, r),
-                lambda q=q, k=k, v=v: F.scaled_dot_product_attention(
-                    q.unsqueeze(2), k, v, scale=0.2, enable_gqa=True
-                ),
+                partial(attention_paged, q, cache, table, plan, 0.2, result),
+                partial(F.scaled_dot_product_attention, q.unsqueeze(2), k, v, scale=0.2, enable_gqa=True),
             )
         )
     starts, lens = list(range(batch + 1)), [CONTEXT] * batch
