@@ -116,6 +116,8 @@ class Prometheus:
             with urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310  # loopback
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
+            if error.code == 503:  # still starting; `wait` asks again
+                raise
             raise AssertionError(f"{url}: {error.read().decode()}") from error
 
     def query(self, expr: str) -> list[Any]:
