@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PagedPlan", "attention_paged"]
 
-KEYS = 2**12  # keys gathered at a time; changes no bit
+KEYS = 2**13  # keys gathered at a time; changes no bit
 WIDE = 4  # tiles of a long prefill that share one gather; changes no bit
 
 

@@ -157,3 +157,22 @@ def test_an_x_of_another_width_and_a_half_precision_weight_are_refused() -> None
     x = torch.zeros(2, 1, 64, requires_grad=True)
     with pytest.raises(DomainError, match="24"):
         column_linear(x, w, k_block=64).sum().backward()
+
+
+@pytest.mark.parametrize("k_block", [16, 32, 64])
+def test_a_product_does_not_depend_on_its_number_of_tiles_or_on_a_transposed_operand(
+    differing: Differing, k_block: int
+) -> None:
+    a, b = fill(256, k_block, salt=1), fill(k_block, 96, salt=2)
+    tiles = torch.cat([tile @ b for tile in a.split(16)])
+    for rows in (16, 32, 48, 64, 112, 256):
+        assert differing(a[:rows] @ b, tiles[:rows]) == 0
+        batch = a[:rows].expand(3, rows, k_block)
+        assert differing(torch.bmm(batch, b.expand(3, k_block, 96))[1], tiles[:rows]) == 0
+    assert differing(a.t().contiguous().t() @ b, tiles) == 0
+    assert differing(a @ b.t().contiguous().t(), tiles) == 0
+    assert differing((b.t() @ a.t()).t(), tiles) == 0
+    start = fill(256, 96, salt=3)
+    assert differing(torch.addmm(start, a, b), start + tiles) == 0, (
+        "an accumulator is added after the product"
+    )

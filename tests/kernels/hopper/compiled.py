@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles every kernel for sm_90 with no GPU in sight and prints `{kernel: registers, spills, ...}` as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from isoexec.kernels.linear.hopper import kernel as linear
+from isoexec.kernels.linear.hopper.table import tiles
+from isoexec.kernels.logprobs.hopper import kernel as logprobs
+from isoexec.kernels.rms_norm.hopper import kernel as rms_norm
+from isoexec.kernels.rope.hopper import kernel as rope
+from isoexec.kernels.silu_mul.hopper import kernel as silu_mul
+
+SM90 = GPUTarget("cuda", 90, 32)
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Compile with pointers and integers known to be multiples of 16, as torch's allocator gives them."""
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or signature[name] in ("i32", "i64")
+    }
+    source = ASTSource(kernel, signature, constants, aligned)
+    built = triton.compile(source, target=SM90, options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(built.asm["cubin"])
+        cubin.flush()
+        usage = subprocess.run([str(TOOLS / "cuobjdump"), "-res-usage", cubin.name], capture_output=True, text=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage.stdout)
+    assert found, usage.stdout + usage.stderr
+    ptx = built.asm["ptx"]
+    return {
+        "registers": int(found[1]),
+        "stack": int(found[2]),
+        "local": int(found[3]),
+        "shared": built.metadata.shared,
+        "fused": len(re.findall(r"\bfma\.rn\.f(?:32|64)", ptx)),
+        "flushing": len(re.findall(r"\.ftz\b", ptx)),
+        "approximate": len(re.findall(r"\.(?:approx|full)\b", ptx)),
+        "matrix": len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)),
+    }
+
+
+def main() -> None:
+    plain = {"enable_fp_fusion": False}
+    b, f = "*bf16", "*fp32"
+    results: dict[str, Any] = {}
+    types = {"x": b, "residual": b, "w": b, "y": b, "h": b, "rows": "i32", "eps": "fp32"}
+    types |= {"x_token": "i32", "x_head": "i32", "r_token": "i32"}
+    for heads, width, rows, warps, add in ((1, 4096, 1, 8, True), (1, 1024, 2, 4, False), (32, 128, 16, 4, False)):
+        constants = {"HEADS": heads, "WIDTH": width, "PADDED": width, "ROWS": rows, "ADD": add}
+        results[f"rms_norm {width}"] = compiled(rms_norm.norm_kernel, types, constants, num_warps=warps, **plain)
+    types = {"gate": b, "up": b, "out": b, "g_row": "i32", "u_row": "i32", "width": "i32"}
+    results["silu_mul"] = compiled(
+        silu_mul.silu_kernel, types, {"BLOCK": 1024, "HARDWARE_EXP": False}, num_warps=4, **plain
+    )
+    types = {"x": b, "positions": "*i64", "cos": f, "sin": f, "out": b}
+    types |= {"x_token": "i32", "x_head": "i32", "length": "i32"}
+    results["rope"] = compiled(
+        rope.rope_kernel, types, {"HEADS": 32, "HALF": 64, "PADDED": 64, "BLOCK": 16}, num_warps=4, **plain
+    )
+    types = {"logits": b, "m": f, "s": f, "rows": "i32", "stride": "i32"}
+    constants = {"LEAF": 18992, "BLOCKS": 5, "BLOCK": 4096, "ROWS": 1, "HARDWARE_EXP": False}
+    results["logprobs partials"] = compiled(logprobs.partials_kernel, types, constants, num_warps=4, **plain)
+    types = {"picked": b, "target": "*i64", "m": f, "s": f, "out": f}
+    types |= {"rows": "i32", "stride": "i32", "vocab": "i32"}
+    constants = {"LEAVES": 8, "BLOCKS": 5, "PADDED": 8, "ROWS": 4, "GATHER": True}
+    results["logprobs merge"] = compiled(logprobs.merge_kernel, types, constants, num_warps=4, **plain)
+    sizes = {"M": "i32", "N": "i32", "K": "i32"}
+    used = {tile for steps in tiles().values() for _, tile in steps}
+    for tile in [*sorted(used, key=str)[:: max(1, len(used) // 4)], linear.REFERENCE]:
+        cut = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth}
+        tuning = {"num_warps": tile.warps, "num_stages": tile.stages}
+        if tile.kind == "pointers":
+            found = compiled(linear.pointer_kernel, {"x": b, "w": b, "out": b, **sizes}, cut, **tuning)
+        else:
+            maps = {
+                "x": f"tensordesc<bf16[{tile.rows}, {tile.depth}]>",
+                "w": f"tensordesc<bf16[{tile.columns}, {tile.depth}]>",
+                "out": b,
+            }
+            swap = {"SWAP": tile.kind == "swapped"}
+            found = compiled(linear.map_kernel, {**maps, **sizes}, {**cut, **swap}, **tuning)
+        results[f"linear {tile.kind} {tile.rows}x{tile.columns}x{tile.depth} w{tile.warps} s{tile.stages}"] = found
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
