@@ -80,6 +80,14 @@ def _contracted(user: Mapping[str, Any], contract: Contract, engine: Engine) -> 
         ("attention_backend", "another attention backend"),
     ):
         _refuse(name, user.get(name) in (None, False, "auto"), f"no {what}", repr(user.get(name)), "leave it out")
+    theirs = user.get("worker_extension_cls")
+    _refuse(
+        "worker_extension_cls",
+        not (theirs and _is_ours(str(theirs))),
+        "an extension class without IsoExecExtension: the contract's worker class has its methods",
+        str(theirs),
+        "pass your own class alone",
+    )
     mode = user.get("logprobs_mode", _MODES[0])
     _refuse("logprobs", mode in _MODES, " or ".join(_MODES), str(mode), "record logprobs, not logits")
     more = dict(user.get("additional_config") or {})
@@ -97,18 +105,23 @@ def _contracted(user: Mapping[str, Any], contract: Contract, engine: Engine) -> 
 def _monitored(user: Mapping[str, Any]) -> dict[str, Any]:
     theirs = user.get("worker_extension_cls")
     if theirs:
-        module, _, name = str(theirs).rpartition(".")
-        found = getattr(importlib.import_module(module), name)
-        from isoexec.adapters.vllm.worker import IsoExecExtension
-
         _refuse(
             "worker_extension_cls",
-            isinstance(found, type) and issubclass(found, IsoExecExtension),
+            _is_ours(str(theirs)),
             _EXTENSION,
             str(theirs),
             "let your extension class inherit from IsoExecExtension",
         )
     return {**user, "worker_extension_cls": theirs or _EXTENSION}
+
+
+def _is_ours(extension: str) -> bool:
+    """Whether an extension class, by its qualified name, has the reporting methods."""
+    from isoexec.adapters.vllm.worker import IsoExecExtension
+
+    module, _, name = extension.rpartition(".")
+    found = getattr(importlib.import_module(module), name)
+    return isinstance(found, type) and issubclass(found, IsoExecExtension)
 
 
 def _refuse(region: str, holds: bool, wanted: str, found: str, fix: str) -> None:
@@ -152,6 +165,7 @@ def report_of(raw: Mapping[str, Any], contract: Contract | None) -> Report:
                 source=found["source"],
                 canary=found["canary"],
                 expected_canary=found["expected_canary"],
+                reference_canary=found["reference_canary"],
                 enforcement=Enforcement.INSTALL_REFUSE if stranger else Enforcement(found["enforcement"]),
                 problem=stranger or found["problem"],
             )

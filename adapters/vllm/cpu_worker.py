@@ -141,8 +141,11 @@ def _refuse_environment(contract: Any) -> None:
     refuse_unless(not refusals, "environment", "what the contract was proven on", "; ".join(refusals), "set it before the engine starts")
 
 
-class IsoExecCPUWorker(IsoExecExtension, CPUWorker):
-    """``worker_cls`` of a contract run: the engine stops at its start where this class or the plugin is missing."""
+class IsoExecCPUWorker(CPUWorker, IsoExecExtension):
+    """``worker_cls`` of a contract run: the engine stops at its start where this class or the plugin is missing.
+
+    The engine's class comes first: vLLM adds extensions behind a worker class, and only so do both orders agree.
+    """
 
     def init_device(self) -> None:
         """Start the groups, plan anew from their live sizes, and replace the runner's sampler."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from isoexec.adapters.base import REGIONS, Enforcement, RegionReport
+from isoexec.adapters.base import REGIONS, Enforcement, RegionReport, reference_canary
 from isoexec.adapters.vllm import state
 from isoexec.adapters.vllm.census import Census
 from isoexec.adapters.vllm.engines import found_engine
@@ -165,6 +165,7 @@ class IsoExecExtension:
             source=binding.source,
             canary=found,
             expected_canary=expected,
+            reference_canary=reference_canary(binding, self.vllm_config.model_config.dtype),
             enforcement=binding.enforcement,
             problem=problem,
         )

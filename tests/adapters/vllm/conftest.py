@@ -58,7 +58,7 @@ def pinned(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """``run(scenario, **arguments)`` -> what the scenario of ``engine_script.py`` found in a process of its own."""
+    """``run(scenario, **arguments)`` -> what the scenario of ``engine_script.py`` found in a process of its own, once."""
 
     def call(scenario: str, **arguments: Any) -> dict[str, Any]:
         out = tmp_path_factory.mktemp(scenario) / "found.json"
@@ -76,18 +76,27 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             timeout=240,
         )
         if done.returncode != 0 or not out.exists():
-            pytest.fail(f"{scenario} ended with {done.returncode}:\n{done.stderr[-6000:]}", pytrace=False)
+            return {"failed": f"{scenario} ended with {done.returncode}:\n{done.stderr[-6000:]}"}
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 
-    return call
+    def once(scenario: str, **arguments: Any) -> dict[str, Any]:
+        found = kept(scenario, json.dumps(arguments, sort_keys=True))
+        if "failed" in found:
+            pytest.fail(found["failed"], pytrace=False)
+        return found
+
+    @functools.cache
+    def kept(scenario: str, arguments: str) -> dict[str, Any]:
+        return call(scenario, **json.loads(arguments))
+
+    return once
 
 
 @pytest.fixture(scope="session")
 def one_rank(run: Run, models: dict[str, str], pinned: str) -> Callable[[str], dict[str, Any]]:
-    """What one rank under the contract does in a dtype; each dtype runs once a session."""
+    """What one rank under the contract does in a dtype."""
 
-    @functools.cache
     def of(dtype: str) -> dict[str, Any]:
         paths = {"first": models["first"], "second": models["second"]}
         return {"dtype": dtype, **run("contract_bits", contract=pinned, dtype=dtype, **paths)}

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-PROMPTS = 16
-TOKENS = 24
+PROMPTS = 64
+ALONE = 5
+TOKENS = 16
 VOCABULARY = 512
 
 
@@ -32,7 +33,7 @@ def prompts(head: int = 0) -> list[list[int]]:
     """Token ids, the same in every process; ``head`` tokens in front are common to all."""
     generator = np.random.default_rng(42)
     common = generator.integers(3, VOCABULARY, head).tolist()
-    return [[1, *common, *generator.integers(3, VOCABULARY, 15 + 5 * i).tolist()] for i in range(PROMPTS)]
+    return [[1, *common, *generator.integers(3, VOCABULARY, 15 + 7 * i % 80).tolist()] for i in range(PROMPTS)]
 
 
 def arguments(model: str, dtype: str, **more: Any) -> dict[str, Any]:
@@ -40,11 +41,11 @@ def arguments(model: str, dtype: str, **more: Any) -> dict[str, Any]:
         "model": model,
         "dtype": dtype,
         "max_model_len": 512,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 4096,
+        "max_num_seqs": PROMPTS,
+        "max_num_batched_tokens": 8192,
         "kv_cache_memory_bytes": 32 << 20,
         "seed": 0,
-        "max_logprobs": 1,
+        "max_logprobs": VOCABULARY,
         "enable_prefix_caching": False,
         "enable_chunked_prefill": False,
         "skip_tokenizer_init": True,
@@ -65,10 +66,7 @@ def start(contract: str | None, model: str, dtype: str, **more: Any) -> tuple[An
 
 
 def stop(llm: Any) -> None:
-    from vllm.distributed import cleanup_dist_env_and_memory
-
     llm.llm_engine.engine_core.shutdown()
-    cleanup_dist_env_and_memory()
 
 
 def sample(llm: Any, rollout: Any, asked: list[list[int]], *, seeded: bool = True, temperature: float = 1.0) -> Any:
@@ -96,6 +94,7 @@ def contract_bits(contract: str, first: str, second: str, dtype: str) -> dict[st
     found: dict[str, Any] = {}
     asked = prompts()
     llm, rollout = start(contract, first, dtype)
+    sample(llm, rollout, asked[:1])
     begin = time.perf_counter()
     whole, _ = sample(llm, rollout, asked)
     found["seconds"] = time.perf_counter() - begin
@@ -111,45 +110,58 @@ def contract_bits(contract: str, first: str, second: str, dtype: str) -> dict[st
     found["written_in_place"] = bits(write_in_place(llm, rollout, asked, first))
     stop(llm)
 
-    llm, rollout = start(contract, second, dtype)
-    fresh, _ = sample(llm, rollout, asked)
-    found["fresh_tokens"], found["fresh"] = tokens(fresh), bits(fresh)
-    stop(llm)
-
-    llm, rollout = start(contract, first, dtype, max_num_seqs=1)
-    alone, _ = sample(llm, rollout, asked)
+    llm, rollout = start(contract, second, dtype, max_num_seqs=1)
+    alone, _ = sample(llm, rollout, asked[:ALONE])
     found["alone_tokens"], found["alone"] = tokens(alone), bits(alone)
     stop(llm)
 
-    llm, rollout = start(contract, first, dtype, enable_chunked_prefill=True, max_num_batched_tokens=48)
+    chunks = {"enable_chunked_prefill": True, "max_num_seqs": 16, "max_num_batched_tokens": 48}
+    llm, rollout = start(contract, first, dtype, enable_prefix_caching=True, block_size=32, **chunks)
     found["chunked"] = bits(rollout.rescore(whole, step=0))
+    found |= prefix_hits(llm, rollout, prompts(head=96)[:3])
     stop(llm)
 
-    llm, rollout = start(contract, first, dtype, enable_prefix_caching=True, block_size=32)
-    shared = prompts(head=96)
-    cold, missed = sample(llm, rollout, shared[:1])
-    rollout.reset_cache()
-    cold_all = [sample(llm, rollout, [p])[0][0] for p in shared[:4] if rollout.reset_cache() is None]
-    sample(llm, rollout, shared[:1])
-    warm_all = []
-    hits = []
-    for p in shared[:4]:
-        one, hit = sample(llm, rollout, [p])
-        warm_all.append(one[0])
-        hits.append(hit)
-    found["cold_tokens"], found["cold"] = tokens(cold_all), bits(cold_all)
-    found["warm_tokens"], found["warm"], found["hits"], found["missed"] = tokens(warm_all), bits(warm_all), hits, missed
-    found["cold_first"] = bits(cold)
-    stop(llm)
-
-    llm, rollout = start(contract, first, dtype, logprobs_mode="processed_logprobs")
-    hot, _ = sample(llm, rollout, asked, temperature=0.7)
-    found["processed_tokens"], found["processed"] = tokens(hot), bits(hot)
-    found["processed_prefill"] = bits(rollout.rescore(hot, step=0))
-    plain, _ = sample(llm, rollout, asked)
-    found["processed_at_one_tokens"], found["processed_at_one"] = tokens(plain), bits(plain)
-    stop(llm)
+    if dtype == "bfloat16":
+        llm, rollout = start(contract, first, dtype, logprobs_mode="processed_logprobs")
+        plain, _ = sample(llm, rollout, asked)
+        found["processed_at_one_tokens"], found["processed_at_one"] = tokens(plain), bits(plain)
+        hot, _ = sample(llm, rollout, asked[:2], temperature=0.5)
+        found["processed_sums"] = probability_sums(llm, asked[:2])
+        found["processed"], found["processed_prefill"] = bits(hot), bits(rollout.rescore(hot, step=0))
+        found["processed_report"] = reports(rollout)[0]["regions"]["logprobs"]
+        stop(llm)
     return found
+
+
+def prefix_hits(llm: Any, rollout: Any, asked: list[list[int]]) -> dict[str, Any]:
+    """Each prompt read whole, and again with its head in the cache; greedy, for the engine cannot seed chunked requests."""
+    cold, warm, hits, missed = [], [], [], []
+    for prompt in asked:
+        rollout.reset_cache()
+        one, cached = sample(llm, rollout, [prompt], seeded=False, temperature=0.0)
+        cold += one
+        missed.append(cached)
+    for prompt in asked:
+        one, cached = sample(llm, rollout, [prompt], seeded=False, temperature=0.0)
+        warm += one
+        hits.append(cached)
+    return {
+        "cold_tokens": tokens(cold),
+        "cold": bits(cold),
+        "warm_tokens": tokens(warm),
+        "warm": bits(warm),
+        "missed": missed,
+        "hits": hits,
+    }
+
+
+def probability_sums(llm: Any, asked: list[list[int]]) -> list[float]:
+    """Sum of probabilities over the vocabulary of the first sampled position, at temperature 0.5."""
+    from vllm import SamplingParams, TokensPrompt
+
+    params = SamplingParams(temperature=0.5, max_tokens=1, logprobs=-1, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([TokensPrompt(prompt_token_ids=p) for p in asked], params, use_tqdm=False)
+    return [float(sum(np.exp(e.logprob) for e in o.outputs[0].logprobs[0].values())) for o in outputs]
 
 
 def write_in_place(llm: Any, rollout: Any, asked: list[list[int]], path: str) -> Any:
@@ -211,17 +223,18 @@ def native(first: str, second: str) -> dict[str, Any]:
         got, _ = sample(llm, rollout, prompts())
         here: dict[str, Any] = {"seconds": time.perf_counter() - begin}
         here["tokens"], here["decode"] = tokens(got), bits(got)
-        here["reports"] = reports(rollout)
-        here["census"] = census(llm)
-        parts = llm.collective_rpc("isoexec_weight_partials", timeout=60)[0]
-        here["unknown"], here["readable"] = parts["unknown"], sorted(parts["tensors"])
-        rollout.sync(Path(second) / "model.safetensors", 1, step=1)
-        here["synced"] = bits(sample(llm, rollout, prompts())[0])
-        stop(llm)
-        llm, rollout = start(None, second, dtype)
-        here["fresh"] = bits(sample(llm, rollout, prompts())[0])
-        stop(llm)
         found[dtype] = here
+        if dtype == "bfloat16":
+            here["reports"] = reports(rollout)
+            here["census"] = census(llm)
+            parts = llm.collective_rpc("isoexec_weight_partials", timeout=60)[0]
+            here["unknown"], here["readable"] = parts["unknown"], sorted(parts["tensors"])
+            rollout.sync(Path(second) / "model.safetensors", 1, step=1)
+            here["synced"] = bits(sample(llm, rollout, prompts())[0])
+            stop(llm)
+            llm, rollout = start(None, second, dtype)
+            here["fresh"] = bits(sample(llm, rollout, prompts())[0])
+        stop(llm)
     return found
 
 
@@ -248,18 +261,21 @@ def _in_child(action: Callable[[], str]) -> str:
 
 def closed(contract: str, first: str, broken: str) -> dict[str, str]:
     """Ways to lose the installation between the driver's intention and the engine; each must end in a refusal."""
-    import vllm  # noqa: F401  every child has it then
+    # imported here, every child has them: none of them registers anything
+    import vllm.model_executor.models.qwen3
+    import vllm.v1.engine.core
+    import vllm.v1.engine.llm_engine  # noqa: F401
+    from vllm import LLM
 
+    import isoexec.adapters.vllm.cpu_attention
+    import isoexec.adapters.vllm.cpu_worker  # noqa: F401
     from isoexec.adapters.vllm.adapter import VllmAdapter, engine_args
     from isoexec.adapters.vllm.rollout import Rollout
 
     def build(change: Callable[[dict[str, Any]], None]) -> str:
-        from vllm import LLM
-
         asked = engine_args(contract, **arguments(first, "bfloat16"))
         change(asked)
-        llm = LLM(**asked)
-        Rollout(llm)
+        Rollout(LLM(**asked))
         return "sampled"
 
     def no_plugin(_: dict[str, Any]) -> None:
@@ -295,7 +311,7 @@ def closed(contract: str, first: str, broken: str) -> dict[str, str]:
         asked["additional_config"]["isoexec"]["numerical_policy"] = "sha256:" + "0" * 64
 
     def too_long(asked: dict[str, Any]) -> None:
-        asked["max_model_len"] = 16384
+        asked["max_model_len"] = asked["max_num_batched_tokens"] = 16384
         asked["hf_overrides"] = {"max_position_embeddings": 16384}
 
     def no_engine() -> str:

@@ -112,6 +112,11 @@ def test_an_extension_class_without_the_reporting_methods_is_refused() -> None:
         args(None, model="m", worker_extension_cls="collections.OrderedDict")
 
 
+def test_under_a_contract_the_reporting_methods_come_with_the_worker_class(pinned: str) -> None:
+    with pytest.raises(InstallError, match="pass your own class alone"):
+        args(pinned, model="m", worker_extension_cls="isoexec.adapters.vllm.worker.IsoExecExtension")
+
+
 def test_logprobs_that_are_no_float32_values_are_refused() -> None:
     from isoexec.adapters.vllm.rollout import exact_float32
 
