@@ -69,7 +69,11 @@ def engine_args(contract: Path | str | None = None, **user: Any) -> dict[str, An
 
 
 def _contracted(user: Mapping[str, Any], contract: Contract, engine: Engine) -> dict[str, Any]:
-    for name, wanted in (("quantization", _QUANTIZATION), ("worker_cls", engine.worker), ("enforce_eager", True)):
+    for name, wanted in (
+        ("quantization", _QUANTIZATION),
+        ("worker_cls", engine.worker),
+        ("enforce_eager", True),
+    ):
         found = user.get(name, wanted)
         _refuse(name, found in (wanted, None, "auto"), repr(wanted), repr(found), "leave it to engine_args")
     for name, what in (
@@ -79,7 +83,9 @@ def _contracted(user: Mapping[str, Any], contract: Contract, engine: Engine) -> 
         ("compilation_config", "a compilation config"),
         ("attention_backend", "another attention backend"),
     ):
-        _refuse(name, user.get(name) in (None, False, "auto"), f"no {what}", repr(user.get(name)), "leave it out")
+        _refuse(
+            name, user.get(name) in (None, False, "auto"), f"no {what}", repr(user.get(name)), "leave it out"
+        )
     theirs = user.get("worker_extension_cls")
     _refuse(
         "worker_extension_cls",
@@ -247,7 +253,8 @@ class VllmAdapter:
         finally:
             found = llm.collective_rpc("isoexec_census_stop", timeout=self._timeout)
         return [
-            CensusEntry(operator=name, calls=int(calls)) for name, calls in sorted(found[0]["operators"].items())
+            CensusEntry(operator=name, calls=int(calls))
+            for name, calls in sorted(found[0]["operators"].items())
         ]
 
     def _engine(self) -> Any:

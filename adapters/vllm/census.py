@@ -3,7 +3,7 @@
 
 A dispatch mode sees every operator of the steps it watches.  Inside are operators of the ``isoexec`` library, whatever a bound
 object runs while its region is marked, and the engine's own opaque operators that call into a region (attention).  Copies,
-views, gathers, comparisons and allocations round nothing and are not arithmetic; nor is integer work (positions, slots, token
+views, gathers, comparisons, widening casts and allocations round nothing and are not arithmetic; nor is integer work (positions, slots, token
 ids).  What a kernel of another library does inside one operator is one entry.
 """
 
@@ -22,14 +22,26 @@ from isoexec.adapters.vllm import state
 __all__ = ["Census"]
 
 _MOVES = frozenset(
-    """_to_copy _unsafe_view alias arange argmax as_strided cat clone constant_pad_nd contiguous copy copy_ detach embedding
-    empty empty_like empty_strided eq expand fill fill_ full full_like gather ge gt index index_put index_put_ index_select le lift_fresh lt
-    masked_fill masked_fill_ masked_select max_pool narrow ne new_empty new_empty_strided new_full new_zeros ones ones_like pad
-    permute random_ randint repeat reshape resize_ resolve_conj resolve_neg scalar_tensor scatter scatter_ select select_scatter set_ slice slice_scatter split
-    split_with_sizes squeeze squeeze_ stack t to topk transpose unbind unfold unsafe_split unsqueeze unsqueeze_ view where zero_
-    zeros zeros_like""".split()
+    """
+    _to_copy _unsafe_view alias arange argmax as_strided cat clone constant_pad_nd contiguous copy copy_
+    detach embedding empty empty_like empty_strided eq expand fill fill_ full full_like gather ge gt
+    index index_put index_put_ index_select le lift_fresh lt masked_fill masked_fill_ masked_select
+    max_pool narrow ne new_empty new_empty_strided new_full new_zeros ones ones_like pad permute randint
+    random_ repeat reshape resize_ resolve_conj resolve_neg scalar_tensor scatter scatter_ select
+    select_scatter set_ slice slice_scatter split split_with_sizes squeeze squeeze_ stack t to topk
+    transpose unbind unfold unsafe_split unsqueeze unsqueeze_ view where zero_ zeros zeros_like
+    """.split()  # noqa: SIM905  (a hundred quoted words are no easier to read)
 )
-"""Operators that move or compare values and round none."""
+"""Operators that move or compare values; they round nothing."""
+_CASTS = frozenset(("_to_copy", "to", "copy", "copy_"))
+"""Of them, those that round when they narrow a dtype."""
+
+
+def _narrows(result: Any, args: Any) -> bool:
+    """Whether a copy or cast went from a floating-point dtype to a narrower one."""
+    into = args[0] if args and result is None else result
+    sources = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    return isinstance(into, torch.Tensor) and any(t.element_size() > into.element_size() for t in sources)
 
 
 class _Watch(TorchDispatchMode):
@@ -62,9 +74,13 @@ class Census:
             self.inside += 1
             return
         floats = [
-            t for t in (*tree_leaves(result), *tree_leaves(args)) if isinstance(t, torch.Tensor) and t.is_floating_point()
+            t
+            for t in (*tree_leaves(result), *tree_leaves(args))
+            if isinstance(t, torch.Tensor) and t.is_floating_point()
         ]
-        if not floats or (namespace == "aten" and base in _MOVES):
+        if not floats or (
+            namespace == "aten" and base in _MOVES and not (base in _CASTS and _narrows(result, args))
+        ):
             return
         self.outside[f"{namespace}::{base} in {self._module[-1] if self._module else 'runner'}"] += 1
 
@@ -85,10 +101,10 @@ class Census:
         for name in ("execute_model", "sample_tokens"):
             delattr(self._runner, name)  # the class's method is under it
 
-    def _enter(self, module: Any, args: Any) -> None:
+    def _enter(self, module: Any, _args: Any) -> None:
         self._module.append(type(module).__qualname__)
 
-    def _leave(self, module: Any, args: Any, output: Any) -> None:
+    def _leave(self, _module: Any, _args: Any, _output: Any) -> None:
         if self._module:
             self._module.pop()
 

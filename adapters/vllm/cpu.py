@@ -24,7 +24,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -118,7 +118,9 @@ class PackedWeight:
     def fresh(self, weight: Tensor) -> bool:
         """Whether the blocks in use are those of ``weight``, compared bit by bit."""
         held = self.of(weight)
-        return torch.equal(held.view(torch.int32), pack_weight(weight.data, k_block=self.k_block).view(torch.int32))
+        return torch.equal(
+            held.view(torch.int32), pack_weight(weight.data, k_block=self.k_block).view(torch.int32)
+        )
 
 
 def _packed(layer: Any) -> PackedWeight:
@@ -159,7 +161,7 @@ class ChainLinearMethod(LinearMethodBase):
             input_size_per_partition % self.k_block == 0,
             self.region,
             f"K per rank a multiple of k_block {self.k_block}",
-            f"{input_size_per_partition} in {name} ({input_size} over {getattr(layer, 'tp_size', 1)} ranks)",
+            f"{input_size_per_partition} in {name} ({input_size} to {output_size}, over {getattr(layer, 'tp_size', 1)} ranks)",
             "run with fewer ranks",
         )
         weight = ModelWeightParameter(
@@ -193,6 +195,7 @@ class HeadMethod(ChainLinearMethod):
             return chain(x, _packed(layer).of(layer.weight))
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
+        del embed_tokens
         refuse_unless(False, self.region, "an untied head", "tie_word_embeddings")
         return layer
 
@@ -261,7 +264,7 @@ class IsoExecRMSNorm(RMSNorm):
     """RMSNorm with or without the residual add; the residual is rounded to the model dtype before it is normalised."""
 
     isoexec_region = "norm"  # q_norm and k_norm are marked once the model is built
-    _marks = {r: state.Inside(r) for r in ("norm", "qk_norm")}
+    _marks: ClassVar = {r: state.Inside(r) for r in ("norm", "qk_norm")}
 
     def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Any:
         if not state.installs(self.isoexec_region):
@@ -287,7 +290,10 @@ class IsoExecRotaryEmbedding(RotaryEmbedding):
 
     def forward_native(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
         refuse_unless(
-            self.is_neox_style and self.rotary_dim == self.head_size and key is not None and positions.dim() == 1,
+            self.is_neox_style
+            and self.rotary_dim == self.head_size
+            and key is not None
+            and positions.dim() == 1,
             "rope",
             "neox rotation of the whole head, keys and queries together",
             f"neox={self.is_neox_style}, rotary_dim={self.rotary_dim} of {self.head_size}",
@@ -307,7 +313,7 @@ class IsoExecSiluAndMul(SiluAndMul):
 
     _inside = state.Inside("silu_mul")
 
-    def forward_native(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward_native(self, x: Tensor) -> Tensor:
         half = x.shape[-1] // 2
         with self._inside:
             return silu_mul(x[..., :half], x[..., half:])
@@ -334,12 +340,16 @@ class IsoExecConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> IsoExecConfig:
+        del config  # everything comes from the contract of this process
         return cls()
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         if isinstance(layer, LinearBase):
             refuse_unless(
-                not isinstance(layer, ReplicatedLinear), "column_linear", "dense column and row linears", prefix
+                not isinstance(layer, ReplicatedLinear),
+                "column_linear",
+                "dense column and row linears",
+                prefix,
             )
             region = "row_linear" if isinstance(layer, RowParallelLinear) else "column_linear"
             return ChainLinearMethod(region) if state.installs(region) else UnquantizedLinearMethod()

@@ -48,6 +48,7 @@ class IsoExecAttentionImpl(CPUAttentionBackendImpl):
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Write ``key`` and ``value`` [tokens, kv heads, head_dim] to their slots; a negative slot is padding."""
+        del layer
         block, width = kv_cache.shape[2], self.head_size
         slots = slot_mapping.long()
         key, value = key[: slots.shape[0]], value[: slots.shape[0]]
@@ -72,6 +73,7 @@ class IsoExecAttentionImpl(CPUAttentionBackendImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """``query`` [tokens, heads, head_dim] against the cache into ``output``; padding rows stay untouched."""
+        del layer, key, value  # they are in the cache already
         if attn_metadata is None:  # the engine's own dry run before the cache exists
             return output
         refuse_unless(

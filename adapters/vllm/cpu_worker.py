@@ -49,10 +49,11 @@ class IsoExecSampler(Sampler):
         self._leaves = int(state.required(_REGION).constant(_REGION, "vocab_leaves"))
         self._inside = state.Inside(_REGION)
         if mode == _PROCESSED:
-            self.topk_topp_sampler = _ProcessedLogprobs(self.topk_topp_sampler, self._leaves)
+            inner: nn.Module = self.topk_topp_sampler
+            self.topk_topp_sampler: nn.Module = _ProcessedLogprobs(inner, self._leaves)
         self.logprobs_mode = mode
 
-    def compute_logprobs(self, logits: Tensor) -> Tensor:  # type: ignore[override]
+    def compute_logprobs(self, logits: Tensor) -> Tensor:
         """``logits`` [tokens, vocabulary] -> fp32 logprobs [tokens, vocabulary]."""
         with self._inside:
             return log_softmax(logits, vocab_leaves=self._leaves)
@@ -85,7 +86,9 @@ def _refuse_outside_domain(config: Any, contract: Any) -> None:
         "pass enforce_eager=True",
     )
     refuse_unless(config.lora_config is None, "engine", "no LoRA", "LoRA adapters enabled")
-    refuse_unless(config.speculative_config is None, "engine", "no speculative decoding", "a speculative config")
+    refuse_unless(
+        config.speculative_config is None, "engine", "no speculative decoding", "a speculative config"
+    )
     cache = config.cache_config.cache_dtype
     refuse_unless(
         cache == "auto" or cache == str(model.dtype).removeprefix("torch."),
@@ -101,7 +104,10 @@ def _refuse_outside_domain(config: Any, contract: Any) -> None:
         model.logprobs_mode,
     )
     refuse_unless(
-        model.head_dtype == model.dtype, "lm_head", "the head in the model dtype", f"head dtype {model.head_dtype}"
+        model.head_dtype == model.dtype,
+        "lm_head",
+        "the head in the model dtype",
+        f"head dtype {model.head_dtype}",
     )
     admitted = tuple(contract.model.architectures)
     refuse_unless(
@@ -113,10 +119,18 @@ def _refuse_outside_domain(config: Any, contract: Any) -> None:
     )
     refusals = contract.model.refusals(model_facts(text))
     refuse_unless(
-        not refusals, "model", f"a model the contract {contract.name} speaks of", "; ".join(refusals), "choose a contract for this model"
+        not refusals,
+        "model",
+        f"a model the contract {contract.name} speaks of",
+        "; ".join(refusals),
+        "choose a contract for this model",
     )
-    refuse_unless(not getattr(text, "attention_bias", False), "column_linear", "no attention bias", "attention_bias")
-    refuse_unless(not getattr(text, "tie_word_embeddings", False), "lm_head", "an untied head", "tied embeddings")
+    refuse_unless(
+        not getattr(text, "attention_bias", False), "column_linear", "no attention bias", "attention_bias"
+    )
+    refuse_unless(
+        not getattr(text, "tie_word_embeddings", False), "lm_head", "an untied head", "tied embeddings"
+    )
     refuse_unless(
         not getattr(text, "use_sliding_window", False), "attention", "no sliding window", "use_sliding_window"
     )
@@ -138,7 +152,13 @@ def _refuse_environment(contract: Any) -> None:
     """Refuse versions and variables of this process that may change a bit."""
     found = {name.removeprefix("env:"): value for name, value in environment().items()}
     refusals = contract.claims.environment.refusals(found)
-    refuse_unless(not refusals, "environment", "what the contract was proven on", "; ".join(refusals), "set it before the engine starts")
+    refuse_unless(
+        not refusals,
+        "environment",
+        "what the contract was proven on",
+        "; ".join(refusals),
+        "set it before the engine starts",
+    )
 
 
 class IsoExecCPUWorker(CPUWorker, IsoExecExtension):
@@ -182,7 +202,10 @@ class IsoExecCPUWorker(CPUWorker, IsoExecExtension):
         if plan.installs(_REGION):
             native = self.model_runner.sampler
             refuse_unless(
-                type(native) is Sampler, _REGION, "the engine's own sampler to replace", type(native).__qualname__
+                type(native) is Sampler,
+                _REGION,
+                "the engine's own sampler to replace",
+                type(native).__qualname__,
             )
             self.model_runner.sampler = IsoExecSampler(native.logprobs_mode, native.use_fp64_gumbel)
 

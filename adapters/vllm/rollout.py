@@ -36,7 +36,9 @@ def exact_float32(values: Sequence[float], what: str) -> np.ndarray[Any, np.dtyp
     wide = np.asarray(values, np.float64)
     narrow = wide.astype(np.float32)
     if not np.array_equal(narrow.astype(np.float64), wide, equal_nan=True):
-        raise IsoExecError(f"{what}: not float32 values; record what the engine computed, before any conversion")
+        raise IsoExecError(
+            f"{what}: not float32 values; record what the engine computed, before any conversion"
+        )
     return narrow
 
 
@@ -69,7 +71,12 @@ class Rollout:
             self.attest("start", step=0)
 
     def record(
-        self, outputs: Iterable[Any], *, step: int, weight_version: int | None = None, temperature: float = 1.0
+        self,
+        outputs: Iterable[Any],
+        *,
+        step: int,
+        weight_version: int | None = None,
+        temperature: float = 1.0,
     ) -> list[ScoredSequence]:
         """Token ids and sampled logprobs of finished requests, sent as case ``engine_decode``.
 
@@ -189,7 +196,9 @@ class Rollout:
         known = tensors.keys() - unknown
         tensors = {name: tensors[name] for name in sorted(known)}
         if self.client is not None:
-            self._send_weights(tensors, numel, total, sorted(unknown), loaded, step, self._version(weight_version))
+            self._send_weights(
+                tensors, numel, total, sorted(unknown), loaded, step, self._version(weight_version)
+            )
         return tensors
 
     def _send_weights(
@@ -234,7 +243,12 @@ class Rollout:
         )
 
     def _send(
-        self, case: str, found: list[ScoredSequence], step: int, weight_version: int | None, temperature: float
+        self,
+        case: str,
+        found: list[ScoredSequence],
+        step: int,
+        weight_version: int | None,
+        temperature: float,
     ) -> None:
         if self._tap is not None:
             self._tap.record(

@@ -28,9 +28,8 @@ def asked_topology(args: Mapping[str, Any]) -> dict[str, int]:
 
 def live_topology() -> dict[str, int]:
     """Degrees of the groups this worker is in; to be called after its distributed environment is up."""
-    from vllm.distributed import parallel_state as groups
-
     from vllm.config import get_current_vllm_config_or_none
+    from vllm.distributed import parallel_state as groups
 
     config = get_current_vllm_config_or_none()
     parallel = config.parallel_config if config is not None else None

@@ -79,7 +79,9 @@ def _merged(names: list[str], kind: str, param: Tensor, layer: Any) -> Iterator[
         yield _block(f"{name}.{kind}", block, (whole, *tail), (layer.tp_rank * rows, *(0 for _ in tail)))
 
 
-def _of_layer(model: nn.Module, path: str, layer: Any, kind: str, param: Tensor, first: bool) -> Iterator[Shard]:
+def _of_layer(
+    model: nn.Module, path: str, layer: Any, kind: str, param: Tensor, first: bool
+) -> Iterator[Shard]:
     tail = tuple(param.shape[1:])
     zeros = tuple(0 for _ in tail)
     joined = isinstance(layer, QKVParallelLinear | MergedColumnParallelLinear)
@@ -92,7 +94,9 @@ def _of_layer(model: nn.Module, path: str, layer: Any, kind: str, param: Tensor,
     elif isinstance(layer, MergedColumnParallelLinear):
         yield from _merged(names, kind, param, layer)
     elif isinstance(layer, ColumnParallelLinear):
-        yield _block(f"{path}.{kind}", param, (layer.output_size, *tail), (layer.tp_rank * param.shape[0], *zeros))
+        yield _block(
+            f"{path}.{kind}", param, (layer.output_size, *tail), (layer.tp_rank * param.shape[0], *zeros)
+        )
     elif isinstance(layer, RowParallelLinear) and param.dim() == 2:
         rows = param.shape[0]
         yield _block(f"{path}.{kind}", param, (rows, layer.input_size), (0, layer.tp_rank * param.shape[1]))

@@ -92,7 +92,11 @@ class IsoExecExtension:
 
         found = partials(self.model_runner.get_model())
         return plain(
-            {**found, "rank": int(self.rank), "weight_version": getattr(self, "_isoexec_weight_version", None)}
+            {
+                **found,
+                "rank": int(self.rank),
+                "weight_version": getattr(self, "_isoexec_weight_version", None),
+            }
         )
 
     def isoexec_census_start(self) -> bool:
@@ -106,7 +110,10 @@ class IsoExecExtension:
         census: Census | None = self.__dict__.pop("_isoexec_census", None)
         if census is None:
             raise InstallError(
-                region="census", wanted="a census that was started", found="none", fix="call isoexec_census_start first"
+                region="census",
+                wanted="a census that was started",
+                found="none",
+                fix="call isoexec_census_start first",
             )
         census.stop()
         return plain({"operators": dict(census.outside), "steps": census.steps, "inside": census.inside})
@@ -118,7 +125,9 @@ class IsoExecExtension:
         for region in REGIONS:
             names = sorted({described(o) for _, o in objects[region]})
             split = self._isoexec_disagreement(names)
-            reports.append(self._isoexec_region(region, objects[region], ", ".join(names) or "nothing", split))
+            reports.append(
+                self._isoexec_region(region, objects[region], ", ".join(names) or "nothing", split)
+            )
         return reports
 
     def _isoexec_disagreement(self, names: list[str]) -> str | None:
@@ -179,7 +188,15 @@ def _call_all(canary: Any, objects: list[tuple[str, Any]]) -> tuple[str | None, 
         try:
             found, expected = canary.digest(bound)
             stale = canary.stale(bound)
-        except (IsoExecError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError) as error:
+        except (
+            IsoExecError,
+            RuntimeError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            LookupError,
+            AssertionError,
+        ) as error:
             # a native object that cannot take the canary at all is as much a finding as one that answers otherwise
             return None, expected, f"{name} does not take the canary: {type(error).__name__}: {error}"
         if stale is not None:

