@@ -47,6 +47,24 @@ class Signal:
     relative: bool = False
     cause: str = ""
 
+    @property
+    def is_fact(self) -> bool:
+        """Whether one attestation or weight report breaks it for good, whatever else the step brings."""
+        return self.name in _FACTS
+
+
+_FACTS = frozenset(
+    {
+        "handshake_differences",
+        "topology_breaks",
+        "region_breaks",
+        "canary_mismatches",
+        "environment_breaks",
+        "weights_stale",
+        "weights_unequal",
+    }
+)
+
 
 def _silences(window: Window, subjects: Sequence[str]) -> tuple[str, ...]:
     return tuple(describe_silence(s) for s in window.silent(*subjects))

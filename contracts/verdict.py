@@ -114,7 +114,8 @@ class RuleHistory:
 def evaluate(rules: Sequence[Rule], window: Window, history: RuleHistory) -> list[Verdict]:
     """Return one verdict per rule that applies to the window's regime and mode, in the order of the rules.
 
-    In a monitor-only run the contract's rules do not apply and no rule does more than warn. When no rule
+    In a monitor-only run the contract's rules do not apply and no rule does more than warn. A window made between
+    steps is judged by the rules on facts alone. When no rule
     applies at all, nothing was judged: one `unknown` verdict named `no_rule` says so.
     """
     causes = classify(window)
@@ -123,6 +124,7 @@ def evaluate(rules: Sequence[Rule], window: Window, history: RuleHistory) -> lis
         for rule in rules
         if rule.applies_to(window.regime)
         and not (window.monitor_only and SIGNALS[rule.signal].scope == "contract")
+        and (SIGNALS[rule.signal].is_fact or not window.between_steps)
     ]
     if not verdicts:
         message = f"no rule applies to regime {window.regime}: nothing was judged"

@@ -216,6 +216,7 @@ class Window:
     dropped: int = 0  # messages lost between probe and daemon
     sampling: tuple[SamplingBreak, ...] = ()
     environment_breaks: tuple[EnvironmentBreak, ...] = ()
+    between_steps: bool = False  # made the moment a fact broke: it states those facts and nothing else
 
     @property
     def trainer_pairs(self) -> tuple[PairStats, ...]:

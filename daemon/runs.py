@@ -223,6 +223,28 @@ class Run:
         )
         return window, findings
 
+    def facts(self) -> Window:
+        """Make the window of what is broken right now, between steps; it claims nothing about what is yet to come.
+
+        What is missing may still be on its way from another rank, so only what a process did say counts.
+        """
+        findings = self.findings()
+        latest = [version for role in _SIDES if (version := self.weights.latest(role)) is not None]
+        version = min(latest) if len(latest) == len(_SIDES) else -1
+        return Window(
+            run=self.name,
+            regime=self.regime,
+            monitor_only=self.monitor_only,
+            step=self.builder.closed + 1,
+            weight_version=version,
+            handshake=self._handshake(),
+            topology_breaks=findings.topology,
+            region_breaks=tuple(one for one in findings.regions if one.kind != "missing"),
+            weights=tuple(one for one in self.weights.breaks(version) if one.kind != "missing"),
+            environment_breaks=findings.environment,
+            between_steps=True,
+        )
+
     def _handshake(self) -> tuple[FieldDifference, ...]:
         rows = [row for fields in self.refused.values() for row in fields]
         for process in self.processes.values():

@@ -21,7 +21,7 @@ from isoexec.contracts.errors import IsoExecError, WireError
 from isoexec.contracts.halting import HaltMarker, LeaseState, StateDirectory
 from isoexec.contracts.measures import LABEL_VALUES, PHASES, TRAIN_VALUES
 from isoexec.contracts.schema import Contract
-from isoexec.contracts.verdict import Verdict, guard_state, overall
+from isoexec.contracts.verdict import Verdict, evaluate, guard_state, overall
 from isoexec.contracts.window import REGIMES, Window
 from isoexec.contracts.wire import Attestation, Bye, Hello, Message, Probe, Step, Weights, Welcome, listen
 from isoexec.daemon.config import Config, ConfigError
@@ -201,6 +201,7 @@ class Service:
             self._declare(run)
         agreement = run.greet(hello, now)
         if not agreement.accepted:
+            self._judge_facts(run)
             return _refusal(hello, agreement.message, agreement.differences)
         process = run.processes[hello.source]
         process.handle = ProcessHandle.open(connection.pid)
@@ -280,7 +281,8 @@ class Service:
         for row in rows:
             window = Window.from_dict(row["window"])
             judge.judge(window)
-            builder.closed = max(builder.closed, window.step)
+            if not window.between_steps:
+                builder.closed = max(builder.closed, window.step)
         _log.info("session resumed", run=hello.run, windows=len(rows))
         return session
 
@@ -312,6 +314,8 @@ class Service:
             self._regions(run)
         elif isinstance(message, Probe):
             self._probe(run, before, message)
+        if isinstance(message, Attestation | Weights):
+            self._judge_facts(run)
         version_of = getattr(message, "weight_version", -1)
         if version_of >= 0 and not isinstance(message, Step | Weights):
             self.metrics.set("weight_version", version_of, run=run.name, role=message.role)
@@ -397,17 +401,24 @@ class Service:
         if run.over and not run.builder.open and run.session >= 0:
             self._finish(run)
 
+    def _judge_facts(self, run: Run) -> None:
+        """Halt the moment a fact breaks: the next rollout must not begin on it. Weaker verdicts wait for the step's window."""
+        if run.halted or run.session < 0:
+            return
+        window = run.facts()
+        verdicts = evaluate(run.judge.rules, window, run.judge.history)
+        if not any(verdict.outcome == "violation" and verdict.action == "halt" for verdict in verdicts):
+            return
+        self._journal_window(run, window, verdicts)
+        self._act(run, window, verdicts)
+        self._show(run, None, window, verdicts, 0)
+
     def _judge(self, run: Run, state: StepState | None, now: float) -> None:
         start = time.thread_time()
         dropped = run.dropped_reported
         window, findings = run.window(state, now)
         verdicts = run.judge.judge(window)
-        key = 0
-        try:
-            key = self.journal.add_window(run.session, window, verdicts)
-        except (sqlite3.Error, ValueError, TypeError) as error:
-            # a full disk must not keep a broken run going: act first, shout here
-            _log.critical("journal failed", run=run.name, error=str(error))
+        key = self._journal_window(run, window, verdicts)
         self._act(run, window, verdicts)
         self._show(run, state, window, verdicts, run.dropped_reported - dropped)
         self._region_metrics(run, findings)
@@ -423,6 +434,14 @@ class Service:
                     keep=self.config.sample_windows,
                 )
             )
+
+    def _journal_window(self, run: Run, window: Window, verdicts: list[Verdict]) -> int:
+        try:
+            return self.journal.add_window(run.session, window, verdicts)
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            # a full disk must not keep a broken run going: act first, shout here
+            _log.critical("journal failed", run=run.name, error=str(error))
+            return 0
 
     def _act(self, run: Run, window: Window, verdicts: list[Verdict]) -> None:
         worst = overall(verdicts)
@@ -497,6 +516,8 @@ class Service:
             if verdict.action != "none":
                 metrics.add("decisions", 1.0, run=name, rule=verdict.rule, action=verdict.action)
         for claim, outcome in claim_outcomes(window).items():
+            if window.between_steps and outcome != "violation":
+                continue  # made to state what broke: it proves nothing of the rest
             metrics.state("claim", outcome, run=name, claim=claim)
         metrics.state("guard_state", "halt" if run.halted else guard_state(verdicts), run=name)
         metrics.set("last_verdict_timestamp_seconds", time.time(), run=name)

@@ -134,6 +134,41 @@ def test_a_broken_contract_halts_marks_and_refuses_until_cleared(
     assert LeasePage.open(daemon.state.run("r").lease).fine()
 
 
+def test_a_fact_that_breaks_between_steps_halts_before_the_next_step_begins(
+    daemon: Any, peer: Callable[..., Any], wait_until: Callable[..., Any]
+) -> None:
+    trainer = peer(daemon, "trainer", run="facts", **contract_hello())
+    degrees = {"TP": 2, "SP": 1, "PP": 1, "CP": 1, "EP": 1, "ETP": 1, "DP": 1}
+
+    def attest(**other: int) -> None:
+        trainer.send(
+            wire.Attestation,
+            reason="sync",
+            step=3,
+            weight_version=4,
+            topology={**degrees, **other},
+            environment={"arch": "cpu", "OMP_NUM_THREADS": "1", "torch": "2.13.0"},
+        )
+
+    lease = LeasePage.open(daemon.state.run("facts").lease)
+    attest()
+    # half of the ranks have spoken: nothing is missing yet, and nothing is halted for it
+    trainer.weights(4, {"w": (1, 2)}, numel={"w": 8}, total={"w": 16})
+    seen = {"run": "facts", "role": "trainer", "type": "weights"}
+    wait_until(lambda: daemon.metric("isoexec_messages_received_total", **seen), "the weights")
+    assert lease.read().state is LeaseState.OK
+    attest(CP=2)
+    wait_until(lambda: lease.read().state is LeaseState.HALT, "the halt")
+    marker = HaltMarker.read(daemon.state.run("facts").path)
+    assert marker is not None
+    assert (marker.rule, marker.verdict) == ("topology", "violation")
+    assert "CP" in str(marker.evidence)
+    (window,) = daemon.windows("facts")
+    assert window["between_steps"]
+    assert daemon.metric("isoexec_claim", run="facts", claim="topology", outcome="violation") == 1
+    assert daemon.metric("isoexec_claim", run="facts", claim="sampling", outcome="pass") == 0
+
+
 def test_a_marker_of_the_guard_is_seen_and_clearing_it_is_a_new_start(
     daemon: Any, peer: Callable[..., Any], wait_until: Callable[..., Any]
 ) -> None:
@@ -172,8 +207,13 @@ def test_another_contract_is_refused_with_the_fields(daemon: Any, peer: Callable
     (difference,) = engine.welcome.differences
     assert difference[0].endswith("kv_segment")
     assert list(difference[1:]) == [64, 32]
+    # the trainer is told at once, not at the end of a step that must not begin
+    marker = HaltMarker.read(daemon.state.run("another").path)
+    assert marker is not None
+    assert (marker.rule, marker.verdict) == ("handshake", "violation")
     # a lie about the digest is not believed
-    liar = peer(daemon, "engine", run="another", rank=1, **{**contract_hello(), "contract": other})
+    peer(daemon, "trainer", run="lied-to", **contract_hello())
+    liar = peer(daemon, "engine", run="lied-to", rank=1, **{**contract_hello(), "contract": other})
     assert not liar.welcome.accepted
     assert "identities.numerical_policy" in liar.welcome.message
     trainer.step(1)
