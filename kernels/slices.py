@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["row_slices", "rows_of"]
 
-ELEMENTS = 2**16
+ELEMENTS = 2**17
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def row_slices(rows: int, width: int) -> Iterator[slice]:
-    """Slices of at most about 65,536 elements that cover all rows."""
+    """Slices of at most about 131,072 elements that cover all rows."""
     step = max(1, ELEMENTS // max(1, width))
     for first in range(0, rows, step):
         yield slice(first, first + step)
