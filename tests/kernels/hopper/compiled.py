@@ -39,7 +39,9 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **op
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(built.asm["cubin"])
         cubin.flush()
-        usage = subprocess.run([str(TOOLS / "cuobjdump"), "-res-usage", cubin.name], capture_output=True, text=True)
+        usage = subprocess.run(
+            [str(TOOLS / "cuobjdump"), "-res-usage", cubin.name], capture_output=True, text=True
+        )
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage.stdout)
     assert found, usage.stdout + usage.stderr
     ptx = built.asm["ptx"]
@@ -61,9 +63,15 @@ def main() -> None:
     results: dict[str, Any] = {}
     types = {"x": b, "residual": b, "w": b, "y": b, "h": b, "rows": "i32", "eps": "fp32"}
     types |= {"x_token": "i32", "x_head": "i32", "r_token": "i32"}
-    for heads, width, rows, warps, add in ((1, 4096, 1, 8, True), (1, 1024, 2, 4, False), (32, 128, 16, 4, False)):
+    for heads, width, rows, warps, add in (
+        (1, 4096, 1, 8, True),
+        (1, 1024, 2, 4, False),
+        (32, 128, 16, 4, False),
+    ):
         constants = {"HEADS": heads, "WIDTH": width, "PADDED": width, "ROWS": rows, "ADD": add}
-        results[f"rms_norm {width}"] = compiled(rms_norm.norm_kernel, types, constants, num_warps=warps, **plain)
+        results[f"rms_norm {width}"] = compiled(
+            rms_norm.norm_kernel, types, constants, num_warps=warps, **plain
+        )
     types = {"gate": b, "up": b, "out": b, "g_row": "i32", "u_row": "i32", "width": "i32"}
     results["silu_mul"] = compiled(
         silu_mul.silu_kernel, types, {"BLOCK": 1024, "HARDWARE_EXP": False}, num_warps=4, **plain
@@ -81,10 +89,10 @@ def main() -> None:
     constants = {"LEAVES": 8, "BLOCKS": 5, "PADDED": 8, "ROWS": 4, "GATHER": True}
     results["logprobs merge"] = compiled(logprobs.merge_kernel, types, constants, num_warps=4, **plain)
     sizes = {"M": "i32", "N": "i32", "K": "i32"}
-    used = {tile for steps in tiles().values() for _, tile in steps}
+    used = {tile for steps in tiles().values() for _, tile in steps if tile}
     for tile in [*sorted(used, key=str)[:: max(1, len(used) // 4)], linear.REFERENCE]:
         cut = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth}
-        tuning = {"num_warps": tile.warps, "num_stages": tile.stages}
+        tuning = {"num_warps": tile.warps, "num_stages": tile.stages, **plain}
         if tile.kind == "pointers":
             found = compiled(linear.pointer_kernel, {"x": b, "w": b, "out": b, **sizes}, cut, **tuning)
         else:
@@ -95,7 +103,9 @@ def main() -> None:
             }
             swap = {"SWAP": tile.kind == "swapped"}
             found = compiled(linear.map_kernel, {**maps, **sizes}, {**cut, **swap}, **tuning)
-        results[f"linear {tile.kind} {tile.rows}x{tile.columns}x{tile.depth} w{tile.warps} s{tile.stages}"] = found
+        results[
+            f"linear {tile.kind} {tile.rows}x{tile.columns}x{tile.depth} w{tile.warps} s{tile.stages}"
+        ] = found
     json.dump(results, sys.stdout)
 
 

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the few-row chain's tiles against cuBLASLt for each weight and makes the entries of `table.json`."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from isoexec.kernels.hopper.timing import copies_for, graph_time
+from isoexec.kernels.linear.hopper import cublaslt
+from isoexec.kernels.linear.hopper.kernel import Kind, Tile, launch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["BUCKETS", "candidates", "tune"]
+
+BUCKETS = (1, 16, 32, 64, 128)  # rows for which a choice is measured
+_SHARED = 225_000  # bytes of shared memory a block may take
+_WORTH = 0.99  # the chain serves a bucket where it takes less than this share of the library's time
+_CUTS: dict[Kind, tuple[tuple[int, int, int, int], ...]] = {  # columns, depth, warps, stages
+    "pointers": (
+        (16, 256, 2, 6),
+        (32, 256, 2, 4),
+        (32, 256, 4, 4),
+        (32, 128, 2, 6),
+        (64, 128, 4, 4),
+        (64, 64, 4, 6),
+        (128, 64, 4, 4),
+    ),
+    "maps": ((32, 256, 4, 4), (64, 128, 4, 4), (64, 128, 4, 6), (128, 64, 4, 6), (128, 128, 4, 3)),
+    "swapped": ((64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 4), (128, 64, 4, 6), (128, 128, 8, 4)),
+}
+
+
+def candidates(M: int) -> list[Tile]:
+    """Tiles worth a trial for M rows."""
+    found = {
+        Tile(kind=kind, rows=rows, columns=columns, depth=depth, warps=warps, stages=stages)
+        for kind, cuts in _CUTS.items()
+        for columns, depth, warps, stages in cuts
+        for rows in (min(max(16, M), 64), max(16, M))
+        if (rows + columns) * depth * 2 * stages <= _SHARED
+    }
+    return sorted(found, key=str)
+
+
+def _build(tile: Tile) -> str:
+    """Compile one tile into Triton's cache; returns what went wrong."""
+    x = torch.zeros(tile.rows, 1024, dtype=torch.bfloat16, device="cuda")
+    w = torch.zeros(256, 1024, dtype=torch.bfloat16, device="cuda")
+    try:
+        launch(x, w, torch.empty(tile.rows, 256, dtype=torch.bfloat16, device="cuda"), tile)
+        torch.cuda.synchronize()
+    except Exception as error:  # noqa: BLE001 - a tile that does not build is left out, and said
+        return repr(error)[:200]
+    return ""
+
+
+def _steps(N: int, K: int, usable: list[Tile]) -> list[dict[str, Any]]:
+    copies = copies_for(2 * N * K)
+    ws = [(torch.randn(N, K, device="cuda") / K**0.5).bfloat16() for _ in range(copies)]
+    steps: list[dict[str, Any]] = []
+    for M in BUCKETS:
+        x = torch.randn(M, K, device="cuda").bfloat16()
+        out = torch.empty(M, N, dtype=torch.bfloat16, device="cuda")
+        library = graph_time(lambda i, x=x: cublaslt.linear(x, ws[i]), copies, replays=5)
+        spans = {
+            t: graph_time(lambda i, x=x, out=out, t=t: launch(x, ws[i], out, t), copies, replays=3)
+            for t in candidates(M)
+            if t in usable and K % t.depth == 0
+        }
+        best = min(spans, key=lambda t: spans[t])
+        ours = M == 1 or spans[best] < _WORTH * library
+        us = {"us": round(spans[best], 2), "library_us": round(library, 2)}
+        steps.append({"up_to": M, "tile": asdict(best) if ours else None, **us})
+    while steps[-1]["tile"] is None:
+        steps.pop()
+    return steps
+
+
+def tune(weights: Iterable[tuple[str, int, int]], say: Callable[..., None]) -> list[dict[str, Any]]:
+    """Entries (name, N, K, few_rows) of the table; `say` gets progress. Needs `cublaslt.claim()` and a GPU."""
+    every = sorted({t for M in BUCKETS for t in candidates(M)}, key=str)
+    with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
+        troubles = dict(zip(every, pool.map(_build, every, chunksize=4), strict=True))
+    for tile, trouble in troubles.items():
+        if trouble:
+            say("left out", tile, trouble)
+    usable = [t for t in every if not troubles[t]]
+    say(f"{len(usable)} of {len(every)} tiles built")
+    entries = []
+    for name, N, K in weights:
+        steps = _steps(N, K, usable)
+        spans = ", ".join(f"M{s['up_to']} {s['us']}/{s['library_us']}" for s in steps)
+        say("tuned", name, "chain/cublaslt us:", spans)
+        entries.append({"name": name, "N": N, "K": K, "few_rows": steps})
+        torch.cuda.empty_cache()
+    return entries

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""silu_mul.poly/1 on sm90: gate / (1 + exp(-gate)) * up in fp32, rounded once; exp is the written-out one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from isoexec.kernels.hopper.spec import exp
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    g = gate.float()
+    return (g / (1.0 + exp(-g)) * up.float()).to(gate.dtype)
