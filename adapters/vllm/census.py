@@ -3,8 +3,8 @@
 
 A dispatch mode sees every operator of the steps it watches.  Inside are operators of the ``isoexec`` library, whatever a bound
 object runs while its region is marked, and the engine's own opaque operators that call into a region (attention).  Copies,
-views, gathers, comparisons, widening casts and allocations round nothing and are not arithmetic; nor is integer work (positions, slots, token
-ids).  What a kernel of another library does inside one operator is one entry.
+views, gathers, comparisons, widening casts and allocations round nothing and are not arithmetic; nor is integer
+work (positions, slots, token ids).  What a kernel of another library does inside one operator is one entry.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ _ENGINE_ENV = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "OMP_NUM_THREADS": "1",
     "VLLM_PLUGINS": "isoexec",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 _OURS = ("ISOEXEC_CONTRACT", "ISOEXEC_ENFORCE", "ISOEXEC_RUN", "ISOEXEC_STATE_DIR")
 
@@ -57,26 +59,37 @@ def pinned(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """``run(scenario, **arguments)`` -> what the scenario of ``engine_script.py`` found in a process of its own, once."""
+    root = tmp_path_factory.mktemp("engine")
+    server = subprocess.Popen(
+        [sys.executable, "-P", str(SCRIPT)],
+        env={k: v for k, v in os.environ.items() if k not in _OURS} | _ENGINE_ENV,
+        cwd=root,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=(root / "server").open("w"),
+        text=True,
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    asking, answers = server.stdin, server.stdout
 
-    def call(scenario: str, **arguments: Any) -> dict[str, Any]:
-        out = tmp_path_factory.mktemp(scenario) / "found.json"
-        env = {k: v for k, v in os.environ.items() if k not in _OURS} | _ENGINE_ENV
-        env |= {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if arguments.get("tp", 1) > 1 else "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "0|1" if arguments.get("tp", 1) > 1 else "nobind",
+    @functools.cache
+    def kept(scenario: str, arguments: str) -> dict[str, Any]:
+        number = len(list(root.iterdir()))
+        out, errors = root / f"{number}.json", root / f"{number}.log"
+        question = {
+            "scenario": scenario,
+            "out": str(out),
+            "errors": str(errors),
+            "said": json.loads(arguments),
         }
-        done = subprocess.run(
-            [sys.executable, "-P", str(SCRIPT), scenario, str(out), json.dumps(arguments)],
-            env=env,
-            cwd=out.parent,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        if done.returncode != 0 or not out.exists():
-            return {"failed": f"{scenario} ended with {done.returncode}:\n{done.stderr[-6000:]}"}
+        print(json.dumps(question), file=asking, flush=True)
+        answer = answers.readline()
+        if not out.exists():
+            log = errors if errors.exists() else root / "server"
+            return {"failed": f"{scenario} ended with {answer}:\n{log.read_text()[-6000:]}"}
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 
@@ -86,11 +99,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             pytest.fail(found["failed"], pytrace=False)
         return found
 
-    @functools.cache
-    def kept(scenario: str, arguments: str) -> dict[str, Any]:
-        return call(scenario, **json.loads(arguments))
-
-    return once
+    yield once
+    asking.close()
+    server.wait(timeout=60)
 
 
 @pytest.fixture(scope="session")

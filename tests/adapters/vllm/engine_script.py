@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios with the real engine, one a process: ``engine_script.py SCENARIO OUT.json ARGUMENTS``; OUT gets what was found."""
+"""Scenarios with the real engine, each in a process of its own; ``main`` says how they are asked for."""
 
 from __future__ import annotations
 
@@ -274,14 +274,8 @@ def _in_child(action: Callable[[], str]) -> str:
 
 def closed(contract: str, first: str, broken: str) -> dict[str, str]:
     """Ways to lose the installation between the driver's intention and the engine; each must end in a refusal."""
-    # imported here, every child has them: none of them registers anything
-    import vllm.model_executor.models.qwen3
-    import vllm.v1.engine.core
-    import vllm.v1.engine.llm_engine  # noqa: F401
     from vllm import LLM
 
-    import isoexec.adapters.vllm.cpu_attention
-    import isoexec.adapters.vllm.cpu_worker  # noqa: F401
     from isoexec.adapters.vllm.adapter import VllmAdapter, engine_args
     from isoexec.adapters.vllm.rollout import Rollout
 
@@ -347,10 +341,32 @@ def closed(contract: str, first: str, broken: str) -> dict[str, str]:
     return found
 
 
-def main() -> None:
-    scenario, out, said = sys.argv[1:4]
-    found = globals()[scenario](**json.loads(said))
+def warm() -> None:
+    """Import what every scenario needs; none of it registers anything with the engine."""
+    from vllm import LLM  # noqa: F401
+
+    import isoexec.adapters.vllm.cpu_attention
+    import isoexec.adapters.vllm.cpu_worker  # noqa: F401
+
+
+def answer(scenario: str, out: str, errors: str, said: dict[str, Any]) -> str:
+    """Run one scenario in this process, its output in files."""
+    with Path(errors).open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    if said.get("tp", 1) > 1:
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    found = globals()[scenario](**said)
     Path(out).write_text(json.dumps(found))
+    return "done"
+
+
+def main() -> None:
+    """Serve requests, one line of JSON each, every one in a fork of its own: the engine is imported once."""
+    warm()
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(json.dumps(_in_child(functools.partial(answer, **asked))), flush=True)
 
 
 if __name__ == "__main__":
