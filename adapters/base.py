@@ -168,24 +168,33 @@ class RegionReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The live state of one process of a runtime."""
+    """The live state of one process of a runtime; ``problem`` is one of the process as a whole, such as a moved layout."""
 
     role: str
     rank: int
     world: int
     topology: Mapping[str, int]
     regions: tuple[RegionReport, ...]
+    problem: str | None = None
 
     def problems(self) -> tuple[str, ...]:
         """One line per region that is not what the contract says; regions only observed or off are not judged."""
-        return tuple(
+        own = (self.problem,) if self.problem is not None else ()
+        return own + tuple(
             f"{r.region}: {r.problem or f'canary {r.canary} is not {r.expected_canary}'} (bound: {r.object})"
             for r in self.regions
             if r.enforcement.installs and not r.ok
         )
 
     def require(self) -> None:
-        """Raise InstallError naming the first region that is not installed where refusal was asked for."""
+        """Raise InstallError naming what is wrong with the process, or the first region that does not hold and must refuse."""
+        if self.problem is not None and any(r.enforcement.refuses for r in self.regions):
+            raise InstallError(
+                region=self.role,
+                wanted="the layout that was planned for",
+                found=self.problem,
+                fix="start again with the layout wanted, and plan for it",
+            )
         for r in self.regions:
             if r.enforcement.refuses and not r.ok:
                 raise InstallError(

@@ -93,7 +93,12 @@ _ALL = (
     _counter("tokens", "Paired tokens, non-finite ones included", "run", "pair"),
     _counter("tokens_bitwise_equal", "Paired tokens whose two logprobs have the same 32 bits", "run", "pair"),
     _counter("tokens_nonfinite", "Paired tokens with NaN or infinity on either side", "run", "pair"),
-    _counter("tokens_exact_zero", "Paired tokens with exactly 0.0 on one side only", "run", "pair"),
+    _counter(
+        "tokens_exact_zero",
+        "Paired tokens with exactly 0.0 on one side and a clearly lower value on the other",
+        "run",
+        "pair",
+    ),
     _counter("tokens_positive", "Paired tokens with a logprob above 0 on either side", "run", "pair"),
     _counter("tokens_id_mismatch", "Tokens paired by position whose ids differ", "run", "pair"),
     _counter("tokens_unpaired", "Tokens that found no partner in time", "run", "role"),

@@ -282,7 +282,7 @@ def _signals() -> tuple[Signal, ...]:
         Signal(
             name="exact_zero_share",
             scope="mismatch",
-            text="share of tokens with exactly 0.0 on one side only",
+            text="share of tokens with exactly 0.0 on one side and a clearly lower value on the other",
             unit="ratio",
             read=_any_pair(lambda p: p.exact_zero / p.tokens, "tokens"),
             cause="filled_logprobs",

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from isoexec.contracts.errors import IsoExecError
 
 __all__ = [
+    "FILLED_BELOW",
     "HISTOGRAM_EDGES",
     "PAIRS",
     "REGIMES",
@@ -60,6 +61,9 @@ HISTOGRAM_EDGES: tuple[float, ...] = (
     3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0,
 )  # fmt: skip
 
+FILLED_BELOW = -1e-3
+"""Nats below which a logprob can no longer be a rounded 0.0 of the other side."""
+
 
 class WindowError(IsoExecError):
     """A stored window cannot be read back: a field is unknown, missing or of another type."""
@@ -78,7 +82,7 @@ class PairStats:
     tokens: int = 0  # paired tokens, non-finite ones included
     bitwise_equal: int = 0  # same 32 bits, compared as integers
     nonfinite: int = 0  # NaN or infinite on either side
-    exact_zero: int = 0  # exactly 0.0 on one side only
+    exact_zero: int = 0  # exactly 0.0 on one side, below FILLED_BELOW on the other
     positive: int = 0  # above 0 on either side
     id_mismatch: int = 0  # paired by position, but the token ids differ
     unpaired: Mapping[str, int] = field(default_factory=dict)  # tokens that found no partner in time, by role

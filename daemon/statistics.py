@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from isoexec.contracts.window import HISTOGRAM_EDGES, PairStats
+from isoexec.contracts.window import FILLED_BELOW, HISTOGRAM_EDGES, PairStats
 
 __all__ = ["RETAINED", "PairAccumulator"]
 
@@ -80,8 +80,9 @@ class PairAccumulator:
         self.bitwise_equal += int(np.count_nonzero(a_bits == b_bits))
         if first_ids is not None and second_ids is not None:
             self.id_mismatch += int(np.count_nonzero(first_ids != second_ids))
-        magnitude = np.int32(0x7FFFFFFF)
-        self.exact_zero += int(np.count_nonzero(((a_bits & magnitude) == 0) ^ ((b_bits & magnitude) == 0)))
+        # a near-certain token rounds to 0.0 by itself; a filled one is 0.0 where the other side is clearly below
+        filled = ((first == 0) & (second < FILLED_BELOW)) | ((second == 0) & (first < FILLED_BELOW))
+        self.exact_zero += int(np.count_nonzero(filled))
         self.positive += int(np.count_nonzero((first > 0) | (second > 0)))
         finite = np.isfinite(first) & np.isfinite(second)
         self.nonfinite += n - int(np.count_nonzero(finite))

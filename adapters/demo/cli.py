@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from isoexec.adapters.demo.faults import FAULTS
 from isoexec.adapters.demo.job import Layout
-from isoexec.adapters.demo.phases import Stage, fault_phase, plain_phase
+from isoexec.adapters.demo.phases import Stage, clear_run, fault_phase, plain_phase
 from isoexec.adapters.demo.report import PhaseResult, table, write
 from isoexec.adapters.demo.scenes import hybrid_scene, matrix_scene
 from isoexec.adapters.demo.services import Daemon, Prometheus
@@ -70,11 +70,11 @@ def run(argv: Sequence[str]) -> int:
         parser.error(f"--phases: wanted some of {', '.join(_PHASES)}, found {', '.join(unknown) or 'none'}")
     if args.steps < 2:
         parser.error(f"--steps: wanted at least 2, found {args.steps}")
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=124)
     started = time.perf_counter()
     with ExitStack() as stack:
         work = Path(tempfile.mkdtemp(prefix="isoexec-demo-"))
-        stack.callback(shutil.rmtree, work, ignore_errors=True)
+        stack.push(_keep_logs_of_a_failure(console, work))
         state = work / "state"
         daemon = Daemon(state, work / "daemon.log")
         stack.callback(daemon.close)
@@ -111,14 +111,29 @@ def run(argv: Sequence[str]) -> int:
         else:
             results = _grpo(stage, args, phases)
         metrics = daemon.metrics()
+        firing = sorted({a["alertname"] for a in prometheus.firing()}) if prometheus is not None else None
+        for result in results:
+            if result.settings is not None and not args.keep:
+                clear_run(result, result.settings)
         write(args.report, results, journal=daemon.state.journal, metrics=metrics)
         progress.stop()
-        _print(console, results, prometheus, metrics)
+        _print(console, results, firing, metrics)
         console.print(f"report: {args.report}/ (report.json, plot.png, journal.sqlite, metrics.txt)")
         console.print(f"whole demo: {time.perf_counter() - started:.0f} s")
         if args.keep:
             _keep(console, daemon)
     return 0
+
+
+def _keep_logs_of_a_failure(console: Console, work: Path) -> Callable[..., bool]:
+    def leave(kind: type[BaseException] | None, *_: object) -> bool:
+        if kind is None:
+            shutil.rmtree(work, ignore_errors=True)
+        else:
+            console.print(f"logs of every process are kept in {work}")
+        return False
+
+    return leave
 
 
 def _grpo(stage: Stage, args: argparse.Namespace, phases: Sequence[str]) -> list[PhaseResult]:
@@ -158,7 +173,7 @@ def _ticker(progress: Progress) -> Callable[[str, int, int], None]:
 
 
 def _print(
-    console: Console, results: Sequence[PhaseResult], prometheus: Prometheus | None, metrics: str
+    console: Console, results: Sequence[PhaseResult], firing: Sequence[str] | None, metrics: str
 ) -> None:
     native = next((r for r in results if r.name == "monitor"), None)
     bare = native.seconds(watched=False) if native is not None else math.nan
@@ -173,8 +188,8 @@ def _print(
             f"the engine's rescore of a sample {sum(rescore) / len(rescore) * 1e3:.1f} ms"
         )
     for result in results:
-        for line in result.lines:
-            console.print(f"  {result.name}: {line}", soft_wrap=True)
+        for line in [*([f"{result.verdict}, {result.cause}"] if result.cause else []), *result.lines]:
+            console.print(f"  {result.name}: {line}", soft_wrap=True, highlight=False)
     if shutil.which("promtool"):
         checked = subprocess.run(
             ["promtool", "check", "metrics"], input=metrics, capture_output=True, text=True, check=False
@@ -182,9 +197,8 @@ def _print(
         console.print(
             "promtool check metrics: " + ("clean" if checked.returncode == 0 else checked.stderr.strip())
         )
-    if prometheus is not None:
-        firing = sorted({a["alertname"] for a in prometheus.firing()})
-        console.print(f"alerts firing in Prometheus now: {', '.join(firing) or 'none'}")
+    if firing is not None:
+        console.print(f"alerts firing in Prometheus as the job ended: {', '.join(firing) or 'none'}")
 
 
 def _keep(console: Console, daemon: Daemon) -> None:

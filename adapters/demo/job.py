@@ -72,7 +72,7 @@ class Job:
         regime: str,
         policy: str = "fail_open",
         task: Task | None = None,
-        lr: float = 2e-3,
+        lr: float = 1e-3,
         seeded: bool = True,
         engine_model: Path | None = None,
     ) -> None:
@@ -210,7 +210,7 @@ class Job:
         load: bool = True,
         rescore: int = 8,
     ) -> StepRecord:
-        """One step of GRPO.  Raises `Halted` at one of its two boundaries: before the rollout, and before the update.
+        """One step of GRPO.  Raises `Halted` at one of its two boundaries: before the rollout, and before the trainer's work.
 
         ``before_sync`` is called between the update and the weight sync; ``load=False`` is the sync that does not happen.
         """
@@ -222,6 +222,7 @@ class Job:
         prompts, responses = rollout["prompts"], rollout["responses"]
         rewards = self.task.rewards(responses)
         tokens, prompt_lengths, lengths = pad(prompts, responses)
+        self._boundary(step)
         scored = call_all(
             self.trainers,
             "score",
@@ -232,7 +233,6 @@ class Job:
             version=self.version,
             watched=watched,
         )
-        self._boundary(step)
         trained = call_all(
             self.trainers,
             "train",

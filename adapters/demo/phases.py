@@ -22,7 +22,7 @@ from isoexec.contracts.halting import HaltMarker
 from isoexec.probes.client import Client, ProbeSettings
 from isoexec.probes.guard import Guard
 
-__all__ = ["Stage", "fault_phase", "plain_phase"]
+__all__ = ["Stage", "clear_run", "fault_phase", "plain_phase"]
 
 _FAULTY_TEMPERATURE = 0.7
 _MARKER_SECONDS = 30.0
@@ -84,16 +84,20 @@ def plain_phase(
 def outcome_of(stage: Stage, run: str, marker: HaltMarker | None) -> tuple[str, str]:
     """The run's verdict and cause: the marker's where there is one, else the daemon's last."""
     if marker is not None:
-        return marker.verdict, f"{marker.rule}: {marker.cause}"
+        return marker.verdict, _cause(marker)
     said = stage.daemon.run(run)
     first = next((v for v in said["failing"] if v["outcome"] == said["outcome"]), None)
     return str(said["outcome"]), f"{first['rule']}: {first['cause'] or first['message']}" if first else ""
 
 
+def _cause(marker: HaltMarker) -> str:
+    return marker.cause if marker.cause.startswith(marker.rule) else f"{marker.rule}: {marker.cause}"
+
+
 def fault_phase(stage: Stage, fault: Fault, layout: Layout, *, steps: int, regime: str) -> PhaseResult:
     """Run a healthy job under the contract, plant the fault after half of the steps, and show how it ends.
 
-    The steps that began after the verdict are counted, a restart is tried while the marker lies there, and the run is cleared.
+    The steps that began after the verdict are counted, and a restart is tried while the marker lies there.
     Raises IsoExecError when the fault ends in another verdict than its own: the demo does not pass over that.
     """
     result = PhaseResult(name=f"fault {fault.name}", layout=str(layout))
@@ -133,13 +137,16 @@ def fault_phase(stage: Stage, fault: Fault, layout: Layout, *, steps: int, regim
             firing = stage.prometheus.wait_firing(fault.alert)
             result.lines.append(f"Prometheus: {fault.alert} is {'firing' if firing else 'NOT firing'}")
     marker = _await_marker(stage, run)
-    result.verdict, result.cause = marker.verdict, f"{marker.rule}: {marker.cause}"
+    result.verdict, result.cause = marker.verdict, _cause(marker)
+    for fact in marker.evidence.get("first", [])[:1]:
+        result.lines.append("evidence: " + ", ".join(f"{k} {v}" for k, v in fact.items() if v is not None))
     after = sum(start > marker.time for start in job.train_starts)
     result.lines.append(f"steps begun after the verdict: {after}")
     result.lines.append(f"checkpoint before the halt: {len(job.checkpoints())} files")
     if fault.name == "daemon-killed":
         stage.daemon.restart()
-    result.lines += _restart_lines(settings)
+    result.settings = settings
+    result.lines.append(f"restart before `isoexec clear`: {_restart(settings)}")
     if marker.rule not in fault.rules or marker.verdict != fault.outcome or after:
         raise IsoExecError(
             f"fault {fault.name}: wanted {fault.outcome} by {' or '.join(fault.rules)} and no step after it, found "
@@ -198,26 +205,27 @@ def _await_marker(stage: Stage, run: str) -> HaltMarker:
     raise ServiceError(f"run {run} has no halt marker after {_MARKER_SECONDS:.0f} s")
 
 
-def _restart_lines(settings: ProbeSettings) -> list[str]:
-    """What a restart of the run meets before and after ``isoexec clear``."""
-    lines = []
-    for when in ("before", "after"):
-        client = Client(settings, "driver")
-        try:
-            client.connect()
-            Guard(settings)
-            lines.append(f"restart {when} `isoexec clear`: starts")
-        except (HaltedError, HandshakeError) as error:
-            lines.append(f"restart {when} `isoexec clear`: refused ({type(error).__name__})")
-        finally:
-            client.close()
-        if when == "before":
-            done = subprocess.run(
-                [sys.executable, "-P", "-m", "isoexec.contracts.main", "clear", settings.run],
-                capture_output=True,
-                text=True,
-                check=False,
-                env={**os.environ, "ISOEXEC_STATE_DIR": str(settings.state_dir)},
-            )
-            lines.append(done.stdout.strip() or done.stderr.strip())
-    return lines
+def _restart(settings: ProbeSettings) -> str:
+    """What a restart of the run meets."""
+    client = Client(settings, "driver")
+    try:
+        client.connect()
+        Guard(settings)
+    except (HaltedError, HandshakeError) as error:
+        return f"refused ({error})"
+    finally:
+        client.close()
+    return "starts"
+
+
+def clear_run(result: PhaseResult, settings: ProbeSettings) -> None:
+    """Clear the run of a fault with ``isoexec clear``, start it again, and put both into the result's lines."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "isoexec.contracts.main", "clear", settings.run],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "ISOEXEC_STATE_DIR": str(settings.state_dir)},
+    )
+    result.lines.append(f"`isoexec clear`: {(done.stdout or done.stderr).strip().partition(',')[0]}")
+    result.lines.append(f"restart after `isoexec clear`: {_restart(settings)}")

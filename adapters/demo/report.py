@@ -7,12 +7,15 @@ import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from rich import box
 from rich.table import Table
+
+from isoexec.probes.client import ProbeSettings
 
 __all__ = ["Mismatch", "PhaseResult", "StepRecord", "mismatch_of", "plot", "table", "write"]
 
@@ -56,6 +59,7 @@ class PhaseResult:
     verdict: str = "unknown"
     cause: str = ""
     lines: list[str] = field(default_factory=list)
+    settings: ProbeSettings | None = None  # of a run that ended halted
 
     @property
     def mismatch(self) -> Mismatch:
@@ -93,17 +97,19 @@ def mismatch_of(windows: Sequence[Mapping[str, Any]]) -> Mismatch:
 
 
 def _number(value: float, form: str) -> str:
-    return "-" if math.isnan(value) else format(value, form)
+    if math.isnan(value):
+        return "-"
+    return "0" if value == 0 else format(value, form)
 
 
 def table(phases: Sequence[PhaseResult], native_seconds: float) -> Table:
     """One row a phase; ``native_seconds`` is the unwatched native step that the last time column is measured against."""
-    out = Table(title="IsoExec demo", title_justify="left", header_style="bold")
+    out = Table(title="IsoExec demo", title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
     for heading in ("phase", "engine x trainer"):
-        out.add_column(heading)
-    for heading in ("tokens", "bitwise", "mean |d|", "max |d|", "KL k3", "reward", "step s", "x native"):
-        out.add_column(heading, justify="right")
-    out.add_column("verdict: cause")
+        out.add_column(heading, no_wrap=True)
+    for heading in ("tokens", "bitwise", "mean |d|", "max |d|", "k3", "reward", "step s", "x native"):
+        out.add_column(heading, justify="right", no_wrap=True)
+    out.add_column("verdict", no_wrap=True)
     for phase in phases:
         m = phase.mismatch
         rewards = [s.reward for s in phase.steps]
@@ -112,14 +118,14 @@ def table(phases: Sequence[PhaseResult], native_seconds: float) -> Table:
             phase.name,
             phase.layout,
             f"{m.tokens:,}",
-            _number(m.share, ".6f"),
+            _number(m.share, ".4f") if m.bitwise_equal < m.tokens else "1",
             _number(m.mean_abs_d, ".2e"),
             _number(m.max_abs_d, ".2e"),
             _number(m.k3, ".2e"),
             f"{rewards[0]:.2f}>{rewards[-1]:.2f}" if rewards else "-",
             _number(seconds, ".2f"),
             _number(seconds / native_seconds if native_seconds else math.nan, ".2f"),
-            phase.verdict + (f": {phase.cause}" if phase.cause else ""),
+            phase.verdict,
         )
     return out
 
@@ -155,7 +161,11 @@ def plot(phases: Sequence[PhaseResult], path: Path) -> None:
 def write(folder: Path, phases: Sequence[PhaseResult], *, journal: Path | None, metrics: str) -> None:
     """Write report.json, plot.png, journal.sqlite and metrics.txt into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    report = [{**asdict(p), "mismatch": {**asdict(p.mismatch), "share": p.mismatch.share}} for p in phases]
+    report = []
+    for phase in phases:
+        shown = {f.name: getattr(phase, f.name) for f in fields(phase) if f.name != "settings"}
+        shown["steps"] = [asdict(s) for s in phase.steps]
+        report.append({**shown, "mismatch": {**asdict(phase.mismatch), "share": phase.mismatch.share}})
     (folder / "report.json").write_text(json.dumps(report, indent=1, default=str) + "\n")
     (folder / "metrics.txt").write_text(metrics)
     plot(phases, folder / "plot.png")

@@ -264,9 +264,7 @@ class MegatronAdapter:
         if moved is None and topology != plan.topology:
             moved = f"the topology is {topology}, planned for {dict(plan.topology)}"
         regions = [
-            verifying.region_report(
-                self.model, binding, self.optimizer, moved or self._failed.get(binding.region)
-            )
+            verifying.region_report(self.model, binding, self.optimizer, self._failed.get(binding.region))
             for binding in plan.bindings
             if binding.region in REGIONS or self.optimizer is not None
         ]
@@ -277,6 +275,7 @@ class MegatronAdapter:
                 world=dist.get_world_size(),
                 topology=topology,
                 regions=tuple(regions),
+                problem=moved,
             )
         ]
 

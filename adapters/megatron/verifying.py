@@ -181,13 +181,15 @@ def _grad_norm_report(binding: Binding, optimizer: Any, problem: str | None) -> 
     if installs and problem is None:
         # the path of the bound methods, so that a replaced sum is seen
         canary = registry.canary_digest(clipping.sum_of_squares, binding.function, binding.constants)
+    expected = _expected(binding.function, tuple(sorted(binding.constants.items())), torch.float32)
     return RegionReport(
         region=binding.region,
         object=" + ".join(name_of(part) for part in clipping.leaves(optimizer)),
         provider=binding.provider,
         source=registry.source_digest(binding.function),
         canary=canary,
-        expected_canary=_expected(binding.function, tuple(sorted(binding.constants.items())), torch.float32),
+        expected_canary=expected,
+        reference_canary=expected,
         enforcement=binding.enforcement,
         problem=problem,
     )

@@ -14,6 +14,7 @@ import pytest
 
 from isoexec.contracts.causes import CAUSES, classify
 from isoexec.contracts.window import (
+    FILLED_BELOW,
     EnvironmentBreak,
     FieldDifference,
     PairStats,
@@ -81,7 +82,7 @@ def stats(
         tokens=q.size,
         bitwise_equal=int((q.view(np.uint32) == p.view(np.uint32)).sum()),
         nonfinite=int((~good).sum()),
-        exact_zero=int(((q == 0) ^ (p == 0)).sum()),
+        exact_zero=int((((q == 0) & (p < FILLED_BELOW)) | ((p == 0) & (q < FILLED_BELOW))).sum()),
         positive=int(((q > 0) | (p > 0)).sum()),
         mean_d=float(d.mean()),
         mean_abs_d=float(np.abs(d).mean()),
