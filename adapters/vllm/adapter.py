@@ -21,7 +21,7 @@ from isoexec.adapters.base import (
 )
 from isoexec.adapters.vllm import install, state
 from isoexec.adapters.vllm.engines import Engine, found_engine, require_engine
-from isoexec.adapters.vllm.topology import asked_topology
+from isoexec.adapters.vllm.topology import asked_topology, claimable_environment
 from isoexec.contracts.errors import InstallError
 from isoexec.contracts.schema import Contract
 
@@ -60,6 +60,14 @@ def engine_args(contract: Path | str | None = None, **user: Any) -> dict[str, An
     dtype = user.get("dtype", "auto")
     plan = install.plan_engine(
         loaded, asked_topology(user), None if dtype == "auto" else str(dtype).removeprefix("torch.")
+    )
+    refusals = loaded.claims.environment.refusals(claimable_environment())
+    _refuse(
+        "environment",
+        not refusals,
+        "what the contract was proven on",
+        "; ".join(refusals),
+        "set it before Python starts",
     )
     os.environ["ISOEXEC_CONTRACT"] = path
     if not any(b.enforcement.installs for b in plan.bindings):
@@ -146,12 +154,12 @@ def collect_reports(llm: Any, timeout: float) -> list[dict[str, Any]]:
             found=f"none in {timeout:g} s",
             fix="look at the engine's log; a worker is stuck or gone",
         ) from error
-    except (AttributeError, NotImplementedError) as error:
+    except Exception as error:  # in other processes the engine wraps whatever a worker raised
         raise InstallError(
             region="engine",
             wanted="workers that report what they bind",
-            found=str(error),
-            fix="start the engine with LLM(**engine_args(contract, ...))",
+            found=f"{type(error).__name__}: {error}",
+            fix="start the engine with LLM(**engine_args(contract, ...)); the cause is in the worker's log",
         ) from error
 
 

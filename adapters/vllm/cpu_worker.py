@@ -14,10 +14,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from isoexec.adapters.vllm import state
 from isoexec.adapters.vllm.cpu import IsoExecRMSNorm, refuse_unless
 from isoexec.adapters.vllm.install import plan_engine
-from isoexec.adapters.vllm.topology import live_topology
+from isoexec.adapters.vllm.topology import claimable_environment, live_topology
 from isoexec.adapters.vllm.worker import IsoExecExtension
 from isoexec.kernels.logprobs import log_softmax
-from isoexec.probes.attest import environment
 
 __all__ = ["IsoExecCPUWorker", "IsoExecSampler"]
 
@@ -150,8 +149,7 @@ def _refuse_outside_domain(config: Any, contract: Any) -> None:
 
 def _refuse_environment(contract: Any) -> None:
     """Refuse versions and variables of this process that may change a bit."""
-    found = {name.removeprefix("env:"): value for name, value in environment().items()}
-    refusals = contract.claims.environment.refusals(found)
+    refusals = contract.claims.environment.refusals(claimable_environment())
     refuse_unless(
         not refusals,
         "environment",

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's parallel degrees by axis: as asked for, before an engine exists, and as its groups really are."""
+"""Where the engine runs: its parallel degrees by axis, asked for and live, and the environment a contract makes claims of."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["asked_topology", "live_topology"]
+from isoexec.probes.attest import environment
+
+__all__ = ["asked_topology", "claimable_environment", "live_topology"]
 
 
 def asked_topology(args: Mapping[str, Any]) -> dict[str, int]:
@@ -44,3 +46,8 @@ def live_topology() -> dict[str, int]:
         "PP": groups.get_pp_group().world_size,
         "DP": dp,
     }
+
+
+def claimable_environment() -> dict[str, Any]:
+    """Versions, arch and variables of this process under the names a contract uses."""
+    return {name.removeprefix("env:"): value for name, value in environment().items()}

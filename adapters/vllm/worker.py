@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +124,13 @@ class IsoExecExtension:
         objects = bound_objects(self.model_runner)
         reports = []
         for region in REGIONS:
-            names = sorted({described(o) for _, o in objects[region]})
-            split = self._isoexec_disagreement(names)
-            reports.append(
-                self._isoexec_region(region, objects[region], ", ".join(names) or "nothing", split)
-            )
+            served = [f"{name}: {described(bound)}" for name, bound in objects[region]]
+            split = self._isoexec_disagreement(served)
+            names = ", ".join(sorted({described(bound) for _, bound in objects[region]})) or "nothing"
+            reports.append(self._isoexec_region(region, objects[region], names, split))
         return reports
 
-    def _isoexec_disagreement(self, names: list[str]) -> str | None:
+    def _isoexec_disagreement(self, served: list[str]) -> str | None:
         """What another rank binds instead: a canary that one rank answers alone would wait for ever."""
         from vllm.distributed import get_tp_group
 
@@ -138,9 +138,13 @@ class IsoExecExtension:
         if group.world_size == 1:
             return None
         every: list[Any] = [None] * group.world_size
-        dist.all_gather_object(every, names, group=group.cpu_group)
-        other = next((e for e in every if e != every[0]), None)
-        return None if other is None else f"ranks bind different objects: {every[0]} and {other}"
+        dist.all_gather_object(every, served, group=group.cpu_group)
+        for rank, other in enumerate(every):
+            if other != every[0]:
+                both = zip_longest(every[0], other, fillvalue="nothing")
+                first, theirs = next(pair for pair in both if pair[0] != pair[1])
+                return f"the ranks bind different objects: rank 0 has {first}, rank {rank} has {theirs}"
+        return None
 
     def _isoexec_region(
         self, region: str, objects: list[tuple[str, Any]], names: str, split: str | None

@@ -221,9 +221,20 @@ def contract_ranks(contract: str, first: str, second: str, tp: int) -> dict[str,
             here["synced_weights"] = rollout.sync(Path(second) / "model.safetensors", 1, step=1)
             after, _ = sample(llm, rollout, prompts())
             here["synced"] = bits(after)
+        else:
+            llm.collective_rpc(swap_one_layer_of_rank_one, timeout=60)
+            here["swapped"] = reports(rollout)
         found[dtype] = here
         stop(llm)
     return found
+
+
+def swap_one_layer_of_rank_one(worker: Any) -> None:
+    """In a worker: rank 1 loses the contract's hand-off in one layer, while rank 0 keeps it."""
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    if worker.rank == 1:
+        worker.get_model().model.layers[2].mlp.down_proj.__class__ = RowParallelLinear
 
 
 def native(first: str, second: str) -> dict[str, Any]:
@@ -311,6 +322,11 @@ def closed(contract: str, first: str, broken: str) -> dict[str, str]:
             del asked[name]
         asked["worker_extension_cls"] = "isoexec.adapters.vllm.worker.IsoExecExtension"
 
+    def bare(asked: dict[str, Any]) -> None:
+        """Not even the methods that report."""
+        no_quantization_no_worker(asked)
+        del asked["worker_extension_cls"]
+
     def compiled(asked: dict[str, Any]) -> None:
         asked["enforce_eager"] = False
 
@@ -332,6 +348,7 @@ def closed(contract: str, first: str, broken: str) -> dict[str, str]:
         unset,
         half,
         no_quantization_no_worker,
+        bare,
         compiled,
         other_contract,
         too_long,
@@ -339,6 +356,28 @@ def closed(contract: str, first: str, broken: str) -> dict[str, str]:
     found = {case.__name__: _in_child(functools.partial(build, case)) for case in cases}
     found["no_engine"] = _in_child(no_engine)
     return found
+
+
+def partial(contract: str, first: str) -> dict[str, Any]:
+    """Two regions left to the engine, one of them looked at."""
+    os.environ["ISOEXEC_ENFORCE"] = "norm=observe,rope=off"
+    llm, rollout = start(contract, first, "bfloat16")
+    got, _ = sample(llm, rollout, prompts()[:2])
+    return {"report": reports(rollout)[0], "sampled": sum(map(len, bits(got)))}
+
+
+def removed(contract: str) -> dict[str, Any]:
+    """What vLLM's registries hold before, with and after the hooks; installed twice, as the engine calls plugins."""
+    from isoexec.adapters.vllm import cpu, plugin
+    from isoexec.adapters.vllm.adapter import VllmAdapter
+
+    os.environ["ISOEXEC_CONTRACT"] = contract
+    before = cpu.registered()
+    plugin.register()
+    plugin.register()
+    there = cpu.registered()
+    VllmAdapter().remove()
+    return {"before": before, "there": there, "after": cpu.registered()}
 
 
 def warm() -> None:
@@ -356,6 +395,7 @@ def answer(scenario: str, out: str, errors: str, said: dict[str, Any]) -> str:
         os.dup2(log.fileno(), 2)
     if said.get("tp", 1) > 1:
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # to damage a worker by a function of this file
     found = globals()[scenario](**said)
     Path(out).write_text(json.dumps(found))
     return "done"

@@ -19,6 +19,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ISOEXEC_CONTRACT", "ISOEXEC_ENFORCE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def args(contract: str | None, **user: Any) -> dict[str, Any]:
@@ -101,6 +102,14 @@ def test_a_contract_pinned_for_other_kernels_is_refused() -> None:
         pytest.skip("the shipped contract is pinned")
     with pytest.raises(InstallError, match="isoexec contract pin"):
         args(str(library("qwen3-dense-cpu")), model="m")
+
+
+def test_an_environment_the_contract_was_not_proven_on_is_refused(
+    pinned: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    with pytest.raises(InstallError, match="OMP_NUM_THREADS is 2, the contract wants 1"):
+        args(pinned, model="m")
 
 
 def test_a_second_contract_in_one_process_is_refused(pinned: str, monkeypatch: pytest.MonkeyPatch) -> None:

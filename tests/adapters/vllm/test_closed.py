@@ -50,6 +50,10 @@ def test_an_engine_started_natively_does_not_pass_for_a_contracts(said: dict[str
     assert "the worker's contract is None" in said["no_quantization_no_worker"]
 
 
+def test_an_engine_that_cannot_report_does_not_pass(said: dict[str, Any]) -> None:
+    assert said["bare"].startswith("InstallError: engine: wanted workers that report what they bind")
+
+
 def test_compilation_is_refused(said: dict[str, Any]) -> None:
     assert "enforce_eager=True" in said["compiled"]
 
@@ -64,3 +68,26 @@ def test_positions_past_the_rotary_table_are_refused(said: dict[str, Any]) -> No
 
 def test_an_adapter_without_an_engine_does_not_verify(said: dict[str, Any]) -> None:
     assert said["no_engine"].startswith("InstallError: engine: wanted a running engine")
+
+
+def test_a_region_that_is_only_observed_is_compared_and_not_judged(
+    run: Run, models: dict[str, str], pinned: str
+) -> None:
+    found = run("partial", contract=pinned, first=models["first"])
+    regions = found["report"]["regions"]
+    assert found["sampled"] == 2 * 16
+    assert found["report"]["problems"] == []
+    assert regions["norm"]["enforcement"] == "observe"
+    assert not regions["norm"]["ok"]
+    assert regions["norm"]["canary"] != regions["norm"]["expected_canary"]
+    assert regions["rope"]["enforcement"] == "off"
+    assert regions["rope"]["object"].startswith("vllm.model_executor.layers.rotary_embedding")
+    others = set(regions) - {"norm", "rope"}
+    assert all(regions[name]["ok"] for name in others)
+
+
+def test_hooks_installed_twice_are_there_once_and_can_be_taken_back(run: Run, pinned: str) -> None:
+    found = run("removed", contract=pinned)
+    assert all(name.startswith("isoexec.") for name in found["there"].values())
+    assert not any(name.startswith("isoexec.") for name in found["before"].values())
+    assert found["after"] == found["before"]

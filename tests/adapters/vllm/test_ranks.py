@@ -49,3 +49,12 @@ def test_a_sync_of_two_ranks_gives_the_bits_of_a_fresh_engine(
 ) -> None:
     assert two["bfloat16"]["synced_weights"] == one_rank("bfloat16")["synced_weights"]
     assert two["bfloat16"]["synced"] == one_rank("bfloat16")["synced"]
+
+
+def test_a_layer_that_one_rank_lost_is_found_by_both_and_nobody_waits_for_ever(two: dict[str, Any]) -> None:
+    for report in two["float32"]["swapped"]:
+        (problem,) = report["problems"]
+        assert (
+            "row_linear: the ranks bind different objects: rank 0 has model.layers.2.mlp.down_proj" in problem
+        )
+        assert "vllm.model_executor.layers.linear.RowParallelLinear" in problem
