@@ -51,7 +51,8 @@ _RULE_AT = _FIXED_AT + _FIXED.size
 _RULE_BYTES = 128
 _CAUSE_AT = _RULE_AT + _RULE_BYTES
 _CAUSE_BYTES = 512
-_TRIES = 64
+_TRIES = 200
+_PAUSE_SECONDS = 0.0005  # between tries: a writer may lose its processor inside a write
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -168,6 +169,7 @@ class LeasePage:
         for _ in range(_TRIES):
             before = _SEQ.unpack_from(page, 0)[0]
             if before & 1:
+                time.sleep(_PAUSE_SECONDS)
                 continue
             magic, state, policy, deadline, step = _FIXED.unpack_from(page, _FIXED_AT)
             rule = page[_RULE_AT : _RULE_AT + _RULE_BYTES]

@@ -146,6 +146,8 @@ def _exact() -> tuple[Rule, ...]:
     return (
         _rule("unequal", "unequal_tokens", "halt", regime="bitwise"),
         _rule("decode_prefill", "decode_unequal_tokens", "halt", regime="bitwise", on_unknown="dryrun"),
+        # a claim of equality that nobody can check any more is not kept: one window may be late, two are not
+        _rule("unobserved", "unequal_tokens", "halt", regime="bitwise", patience=2, on_unknown="halt"),
     )
 
 

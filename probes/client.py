@@ -133,8 +133,9 @@ class Client:
         with self._wake:
             return self._wake.wait_for(lambda: not self._queue and not self._busy, timeout)
 
-    def close(self, timeout: float = 5.0) -> None:
-        """Say goodbye, so that what follows is not taken for silence."""
+    def close(self, timeout: float = 2.0) -> None:
+        """Say goodbye, so that what follows is not taken for silence; waits ``timeout`` seconds at most."""
+        deadline = time.monotonic() + timeout
         if self._thread is not None:
             self._report_self()
             self.send(wire.Bye)
@@ -143,7 +144,7 @@ class Client:
             self._closing = True
             self._wake.notify_all()
         if self._thread is not None:
-            self._thread.join(timeout)
+            self._thread.join(max(0.0, deadline - time.monotonic()))
         self._shut()
 
     @property

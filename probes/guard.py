@@ -19,6 +19,8 @@ __all__ = ["Guard"]
 
 _log = structlog.get_logger("isoexec.probes")
 _GO, _HALT = 0, 1
+_CONFIRM_SECONDS = 1.0
+_LOOK_SECONDS = 0.05
 
 
 class Guard:
@@ -53,10 +55,10 @@ class Guard:
         raise HaltedError(marker)
 
     def _decide(self) -> int:
-        lease = self._page.read()
+        lease = self._confirmed()
         if lease.state is LeaseState.HALT:
             return _HALT
-        if lease.alive and lease.state is not LeaseState.UNKNOWN:
+        if _stands(lease):
             self._lost = False
             return _GO
         if self._policy is Policy.FAIL_CLOSED:
@@ -65,6 +67,15 @@ class Guard:
             _log.critical("lease lost; the policy is fail_open, so the run goes on unwatched", run=self._run)
             self._lost = True
         return _GO
+
+    def _confirmed(self) -> Lease:
+        """The lease, looked at for a while before it counts as lost: a busy host can keep a live daemon from its processor."""
+        lease = self._page.read()
+        deadline = time.monotonic() + (0.0 if self._lost else _CONFIRM_SECONDS)
+        while not _stands(lease) and lease.state is not LeaseState.HALT and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+            lease = self._page.read()
+        return lease
 
     def _marker(self, step: int) -> HaltMarker:
         found = HaltMarker.read(self._directory.path)
@@ -75,7 +86,8 @@ class Guard:
             rule, cause, verdict = lease.rule, lease.cause, "violation"
         elif self._decide() == _HALT:
             rule, verdict = "lease_lost", "unknown"
-            cause = "the daemon stopped renewing the lease (it is dead or hung) and the run's policy is fail_closed"
+            why = lease.cause if lease.alive else "the daemon stopped renewing the lease (it is dead or hung)"
+            cause = f"{why}, and the run's policy is fail_closed"
         else:
             rule, verdict = "fence", "unknown"
             cause = "another rank was told to halt; its host's marker has the rule and the cause"
@@ -84,6 +96,10 @@ class Guard:
         )
         marker.write(self._directory.path)
         return marker
+
+
+def _stands(lease: Lease) -> bool:
+    return lease.alive and lease.state is not LeaseState.UNKNOWN
 
 
 def _agree(local: int, group: Any) -> int:

@@ -67,9 +67,9 @@ FAULTS: dict[str, Fault] = {
         Fault(
             name="silence",
             what="the engine's probe says nothing any more while the engine goes on",
-            rules=("silence",),
+            rules=("unobserved",),
             outcome="unknown",
-            alert="IsoexecSilence",
+            alert="IsoexecRunHalted",
         ),
         Fault(
             name="daemon-killed",

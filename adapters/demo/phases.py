@@ -124,18 +124,12 @@ def fault_phase(stage: Stage, fault: Fault, layout: Layout, *, steps: int, regim
     try:
         with job:
             _run_until_halted(stage, job, fault, result, steps)
-            if fault.name != "daemon-killed":
-                result.windows = stage.windows(run)
-            if stage.prometheus is not None:
-                firing = stage.prometheus.wait_firing(fault.alert)
-                result.lines.append(f"Prometheus: {fault.alert} is {'firing' if firing else 'NOT firing'}")
+            _alert_line(stage, fault, result)
     except RemoteError as error:
         if error.kind != HandshakeError.__name__:
             raise
         result.lines.append(f"refused before a token was sampled: {error.text}")
-        if stage.prometheus is not None:
-            firing = stage.prometheus.wait_firing(fault.alert)
-            result.lines.append(f"Prometheus: {fault.alert} is {'firing' if firing else 'NOT firing'}")
+        _alert_line(stage, fault, result)
     marker = _await_marker(stage, run)
     result.verdict, result.cause = marker.verdict, _cause(marker)
     for fact in marker.evidence.get("first", [])[:1]:
@@ -145,6 +139,7 @@ def fault_phase(stage: Stage, fault: Fault, layout: Layout, *, steps: int, regim
     result.lines.append(f"checkpoint before the halt: {len(job.checkpoints())} files")
     if fault.name == "daemon-killed":
         stage.daemon.restart()
+    result.windows = stage.windows(run)
     result.settings = settings
     result.lines.append(f"restart before `isoexec clear`: {_restart(settings)}")
     if marker.rule not in fault.rules or marker.verdict != fault.outcome or after:
@@ -153,6 +148,15 @@ def fault_phase(stage: Stage, fault: Fault, layout: Layout, *, steps: int, regim
             f"{marker.verdict} by {marker.rule} ({marker.cause}) and {after} steps"
         )
     return result
+
+
+def _alert_line(stage: Stage, fault: Fault, result: PhaseResult) -> None:
+    if stage.prometheus is not None:
+        # the alert on a dead daemon waits for a minute, so as not to page for a restart: the demo does not
+        patience = 4.0 if fault.name == "daemon-killed" else 20.0
+        result.lines.append(
+            f"Prometheus: {fault.alert} is {stage.prometheus.wait_alert(fault.alert, patience)}"
+        )
 
 
 def _run_until_halted(stage: Stage, job: Job, fault: Fault, result: PhaseResult, steps: int) -> None:

@@ -104,10 +104,16 @@ def _number(value: float, form: str) -> str:
 
 def table(phases: Sequence[PhaseResult], native_seconds: float) -> Table:
     """One row a phase; ``native_seconds`` is the unwatched native step that the last time column is measured against."""
-    out = Table(title="IsoExec demo", title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
+    out = Table(
+        title="IsoExec demo",
+        title_justify="left",
+        header_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     for heading in ("phase", "engine x trainer"):
         out.add_column(heading, no_wrap=True)
-    for heading in ("tokens", "bitwise", "mean |d|", "max |d|", "k3", "reward", "step s", "x native"):
+    for heading in ("tokens", "bitwise", "mean |d|", "max |d|", "KL k3", "reward", "step s", "x native"):
         out.add_column(heading, justify="right", no_wrap=True)
     out.add_column("verdict", no_wrap=True)
     for phase in phases:
@@ -118,7 +124,7 @@ def table(phases: Sequence[PhaseResult], native_seconds: float) -> Table:
             phase.name,
             phase.layout,
             f"{m.tokens:,}",
-            _number(m.share, ".4f") if m.bitwise_equal < m.tokens else "1",
+            "1" if m.share == 1 else _number(m.share, ".4f"),
             _number(m.mean_abs_d, ".2e"),
             _number(m.max_abs_d, ".2e"),
             _number(m.k3, ".2e"),
@@ -140,11 +146,11 @@ def plot(phases: Sequence[PhaseResult], path: Path) -> None:
     figure, axes = plt.subplots(3, 1, figsize=(9, 7.5), sharex=True, layout="constrained")
     at = 0
     for phase in phases:
-        rows = [(w["step"], mismatch_of([w])) for w in phase.windows]
+        rows = [m for m in (mismatch_of([w]) for w in phase.windows) if m.tokens]
         x = [at + i for i in range(len(rows))]
-        axes[0].plot(x, [m.share for _, m in rows], "o-", ms=3, label=phase.name)
+        axes[0].plot(x, [m.share for m in rows], "o-", ms=3, label=phase.name)
         # a logarithmic axis has no zero: exact equality is drawn at the bottom, and says so
-        axes[1].plot(x, [max(m.mean_abs_d, 1e-10) for _, m in rows], "o-", ms=3)
+        axes[1].plot(x, [max(m.mean_abs_d, 1e-10) for m in rows], "o-", ms=3)
         axes[2].plot([at + i for i in range(len(phase.steps))], [s.reward for s in phase.steps], "o-", ms=3)
         at += max(len(rows), len(phase.steps)) + 1
     axes[0].set_ylabel("bitwise equal share")
@@ -152,6 +158,7 @@ def plot(phases: Sequence[PhaseResult], path: Path) -> None:
     axes[0].legend(loc="center right", fontsize=8)
     axes[1].set_ylabel("mean |d|, nats (0 drawn at 1e-10)")
     axes[1].set_yscale("log")
+    axes[1].set_ylim(3e-11, 1.0)
     axes[2].set_ylabel("reward")
     axes[2].set_xlabel("step, phase after phase")
     figure.savefig(path, dpi=110)

@@ -24,6 +24,10 @@ from isoexec.contracts.halting import StateDirectory
 __all__ = ["Daemon", "Prometheus", "ServiceError", "get_json"]
 
 
+# a demo does not wait two minutes to call a side silent
+_SETTINGS = "window_seconds: 5\n"
+
+
 class ServiceError(IsoExecError):
     """A service did not start, or does not answer."""
 
@@ -72,6 +76,8 @@ class Daemon:
     def __init__(self, state_dir: Path, log: Path) -> None:
         self.state = StateDirectory(state_dir).make()
         self._log = log
+        self._settings = state_dir / "settings.yaml"
+        self._settings.write_text(_SETTINGS)
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.target = f"127.0.0.1:{port}"
@@ -80,7 +86,7 @@ class Daemon:
     def _launch(self) -> subprocess.Popen[bytes]:
         command = [
             sys.executable, "-P", "-m", "isoexec.contracts.main", "daemon",
-            "--state-dir", str(self.state.path), "--http", self.target,
+            "--state-dir", str(self.state.path), "--http", self.target, "--config", str(self._settings),
         ]  # fmt: skip
         with self._log.open("ab") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -159,14 +165,17 @@ class Prometheus:
         alerts = [r["metric"] for r in self.query('ALERTS{alertstate="firing"}')]
         return [a for a in alerts if a.get("alertname") != "IsoexecHeartbeat"]
 
-    def wait_firing(self, name: str, seconds: float = 20.0) -> bool:
-        """Whether an alert of this name fires within the time."""
+    def wait_alert(self, name: str, seconds: float = 20.0) -> str:
+        """The state of an alert: ``firing`` once it fires within the time, else what it is then (``pending``, ``inactive``)."""
         deadline = time.monotonic() + seconds
+        state = "inactive"
         while time.monotonic() < deadline:
-            if any(a.get("alertname") == name for a in self.firing()):
-                return True
+            states = {r["metric"]["alertstate"] for r in self.query(f'ALERTS{{alertname="{name}"}}')}
+            if "firing" in states:
+                return "firing"
+            state = "pending" if states else "inactive"
             time.sleep(0.3)
-        return False
+        return state
 
     def close(self) -> None:
         _stop(self.process)

@@ -59,10 +59,12 @@ class Watch:
         *,
         step: int,
         weight_version: int,
+        temperature: float = 1.0,
     ) -> int:
         """Send token logprobs of right-padded rows: ``tokens`` int [n, L], ``logprobs`` fp32 [n, L] aligned with them.
 
-        Returns how many tokens were sent; 0 on the ranks that leave it to another.
+        ``temperature`` is what the logits were divided by.  Returns how many tokens were sent; 0 on the ranks that leave it
+        to another.
         """
         groups = self._model.pg_collection
         if groups.tp.rank() != 0 or groups.pp.rank() != groups.pp.size() - 1 or groups.dp.rank() != 0:
@@ -70,7 +72,14 @@ class Watch:
         rows = from_padded(
             tokens.detach().cpu().numpy(), logprobs.detach().float().cpu().numpy(), prompt_lengths, lengths
         )
-        return self._tap.record(case, rows, step=step, weight_version=weight_version)
+        return self._tap.record(
+            case,
+            rows,
+            step=step,
+            weight_version=weight_version,
+            temperature=temperature,
+            logprobs_mode="processed_logprobs",  # of the policy that is trained, at its temperature
+        )
 
     def attest(self, reason: str, *, step: int, weight_version: int) -> Report | None:
         """Report what this rank really binds and its live degrees; None where no contract is installed.

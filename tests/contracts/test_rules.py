@@ -45,8 +45,10 @@ def test_a_statistical_halt_needs_windows_in_a_row_and_a_bitwise_one_does_not() 
         halts = [r for r in DEFAULT_RULES(regime) if r.regime == regime and r.action == "halt"]
         assert halts
         assert all(r.patience == 3 for r in halts)
-    (unequal,) = [r for r in DEFAULT_RULES("bitwise") if r.signal == "unequal_tokens"]
+    unequal, unobserved = [r for r in DEFAULT_RULES("bitwise") if r.signal == "unequal_tokens"]
     assert (unequal.bound, unequal.patience, unequal.action) == (0.0, 1, "halt")
+    # equality that cannot be checked is given one late window
+    assert (unobserved.patience, unobserved.on_unknown) == (2, "halt")
 
 
 def test_an_unknown_regime_is_refused_with_those_that_exist() -> None:

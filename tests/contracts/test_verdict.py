@@ -104,7 +104,7 @@ SUBJECTS = {
     "attestation": {"topology", "kernel_replaced", "canary", "environment", "silence"},
     "weights": {"weights_stale", "weights_unequal", "weights_unchanged", "silence"},
     "logprobs": {
-        *("unequal", "decode_prefill", "nonfinite", "exact_zero", "positive", "id_mismatch"),
+        *("unequal", "unobserved", "decode_prefill", "nonfinite", "exact_zero", "positive", "id_mismatch"),
         *("unpaired", "silence"),
     },
     "probe": {"silence"},
