@@ -101,7 +101,9 @@ class HaltedError(IsoExecError):
         super().__init__(message, marker)
 
     def __str__(self) -> str:
-        return self.message or str(self.marker)
+        if self.message or self.marker is not None:
+            return self.message or str(self.marker)
+        return "the run is halted; look at the cause, then `isoexec clear RUN`"
 
 
 class InstallError(IsoExecError):

@@ -87,7 +87,7 @@ def outcome_of(stage: Stage, run: str, marker: HaltMarker | None) -> tuple[str, 
         return marker.verdict, _cause(marker)
     said = stage.daemon.run(run)
     first = next((v for v in said["failing"] if v["outcome"] == said["outcome"]), None)
-    return str(said["outcome"]), f"{first['rule']}: {first['cause'] or first['message']}" if first else ""
+    return str(said["outcome"]), str(first["message"]) if first else ""
 
 
 def _cause(marker: HaltMarker) -> str:

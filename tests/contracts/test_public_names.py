@@ -42,7 +42,8 @@ def test_every_error_is_in_the_tree_of_the_docstring() -> None:
         (errors.ContractError("wrong"), "contract: wrong"),
         (errors.TopologyError("PP", 2, "pinned 1", "engine"), "engine PP is 2, the contract admits pinned 1"),
         (errors.HandshakeError(["name: a has x, b has y"]), "name: a has x, b has y"),
-        (errors.HaltedError("marker"), "the run is halted: marker"),
+        (errors.HaltedError("marker"), "marker"),
+        (errors.HaltedError(None), "the run is halted; look at the cause"),
         (errors.InstallError("rope", "source a", "source b", "pin it"), "rope: wanted source a, found source b; pin it"),
     ],
 )  # fmt: skip

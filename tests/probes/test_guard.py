@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
 
 from isoexec.contracts.errors import HaltedError
 from isoexec.contracts.halting import HaltMarker, LeaseError, LeasePage, LeaseState, Policy, StateDirectory
@@ -99,7 +99,7 @@ def _rank(rank: int, folder: str) -> None:
 
 
 def test_all_ranks_stop_at_the_same_step_though_one_alone_was_told(tmp_path: Path) -> None:
-    mp.start_processes(_rank, (str(tmp_path),), nprocs=2, start_method="fork")
+    start_processes(_rank, (str(tmp_path),), nprocs=2, start_method="fork")
     told, followed = [(tmp_path / f"rank{r}").read_text() for r in (0, 1)]
     assert "norm is native" in told
     assert "another rank" in followed
