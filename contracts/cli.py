@@ -48,6 +48,8 @@ def run(argv: list[str]) -> int:
     _format(sub)
     sub = command("explain", "print what a lint rule means", _explain)
     sub.add_argument("rule", help="an id such as IX001")
+    sub = command("path", "print where a shipped contract lies, for ISOEXEC_CONTRACT", _path)
+    sub.add_argument("name", help="name of a shipped contract")
     command("schema", "print the JSON Schema of a contract", _schema)
     sub = command("pin", "write source digests into a contract file", _pin)
     sub.add_argument("file", type=Path, help="a contract file")
@@ -162,6 +164,11 @@ def _show(args: argparse.Namespace) -> int:
         print(
             f"  {' / '.join(sorted(one.cases))}: {one.metric} at most {one.bound} nats, blamed on {regions}"
         )
+    return 0
+
+
+def _path(args: argparse.Namespace) -> int:
+    print(library(args.name))
     return 0
 
 

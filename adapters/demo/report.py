@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
+import sqlite3
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import mean
@@ -177,4 +178,8 @@ def write(folder: Path, phases: Sequence[PhaseResult], *, journal: Path | None, 
     (folder / "metrics.txt").write_text(metrics)
     plot(phases, folder / "plot.png")
     if journal is not None and journal.exists():
-        shutil.copyfile(journal, folder / "journal.sqlite")
+        target = folder / "journal.sqlite"
+        target.unlink(missing_ok=True)
+        # what is committed may still lie in the write-ahead log: a copy of the file alone would lack it
+        with closing(sqlite3.connect(journal)) as source, closing(sqlite3.connect(target)) as copy:
+            source.backup(copy)

@@ -124,6 +124,13 @@ def test_wrong_usage_exits_2(argv: list[str], capsys: Capture) -> None:
     assert "usage:" in capsys.readouterr().err
 
 
+def test_path_prints_a_file_that_loads(capsys: Capture) -> None:
+    assert main(["contract", "path", "qwen3-dense-cpu"]) == 0
+    assert Contract.load(capsys.readouterr().out.strip()).name == "qwen3-dense-cpu"
+    assert main(["contract", "path", "qwen9"]) == 1
+    assert "qwen3-dense-cpu" in capsys.readouterr().err
+
+
 def test_pin_rewrites_the_digest_and_nothing_else(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(GOLDEN.read_text())

@@ -39,5 +39,11 @@ def test_contract_phase_is_bitwise_equal_and_a_replaced_kernel_halts_the_job(tmp
     assert "restart after `isoexec clear`: starts" in lines
     assert "IsoexecKernelReplaced is firing" in lines
     assert (report / "plot.png").stat().st_size > 10_000
-    assert (report / "journal.sqlite").exists()
+    replay = subprocess.run(
+        [sys.executable, "-P", "-m", "isoexec.contracts.main", "check", str(report / "journal.sqlite")],
+        capture_output=True,
+        text=True,
+    )
+    assert replay.returncode == 1, replay.stderr  # the violation is in it
+    assert "demo-fault-kernel" in replay.stdout
     assert "isoexec_" in (report / "metrics.txt").read_text()
