@@ -48,7 +48,7 @@ def run(argv: list[str]) -> int:
     _format(sub)
     sub = command("explain", "print what a lint rule means", _explain)
     sub.add_argument("rule", help="an id such as IX001")
-    sub = command("path", "print where a shipped contract lies, for ISOEXEC_CONTRACT", _path)
+    sub = command("path", "print where a shipped contract lies, for ISOEXEC_CONTRACT", _where)
     sub.add_argument("name", help="name of a shipped contract")
     command("schema", "print the JSON Schema of a contract", _schema)
     sub = command("pin", "write source digests into a contract file", _pin)
@@ -167,7 +167,7 @@ def _show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _path(args: argparse.Namespace) -> int:
+def _where(args: argparse.Namespace) -> int:
     print(library(args.name))
     return 0
 
