@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,14 +95,15 @@ def test_a_dtype_the_contract_does_not_admit_is_refused(pinned: str) -> None:
         args(pinned, model="m", dtype="float16")
 
 
-def test_a_contract_pinned_for_other_kernels_is_refused() -> None:
-    from isoexec.contracts.schema import library
+def test_a_contract_pinned_for_other_kernels_is_refused(pinned: str, tmp_path: Path) -> None:
+    from isoexec.kernels import registry
 
-    text = library("qwen3-dense-cpu").read_text()
-    if "sha256:" + "0" * 64 not in text:
-        pytest.skip("the shipped contract is pinned")
-    with pytest.raises(InstallError, match="isoexec contract pin"):
-        args(str(library("qwen3-dense-cpu")), model="m")
+    other = tmp_path / "other.yaml"
+    own = registry.source_digest("linear.chain/1")
+    other.write_text(Path(pinned).read_text().replace(own, "sha256:" + "0" * 64))
+    with pytest.raises(InstallError, match="isoexec contract pin") as refused:
+        args(str(other), model="m")
+    assert refused.value.region == "column_linear"
 
 
 def test_an_environment_the_contract_was_not_proven_on_is_refused(
