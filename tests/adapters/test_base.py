@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planning refuses what is not proven, in words, and a report says what does not hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from isoexec.adapters.base import (
+    REGIONS,
+    STEP_REGIONS,
+    Enforcement,
+    RegionReport,
+    Report,
+    enforcement_from_env,
+    load_adapter,
+    make_plan,
+    reference_canary,
+)
+from isoexec.contracts.errors import InstallError, TopologyError
+from isoexec.contracts.schema import Contract, library
+from isoexec.kernels.domain import DomainError
+
+DEGREES = {"TP": 2, "SP": 1, "PP": 1, "CP": 1, "EP": 1, "ETP": 1, "DP": 1}
+
+
+@pytest.fixture(scope="module")
+def contract() -> Contract:
+    return Contract.load(library("qwen3-dense-cpu"))
+
+
+def test_the_shipped_contract_is_pinned_to_the_kernels_of_this_release(contract: Contract) -> None:
+    # after a change of a kernel: make pin
+    engine = make_plan(contract, "engine", DEGREES, "bfloat16")
+    trainer = make_plan(contract, "trainer", DEGREES, "float32")
+    assert [b.region for b in engine.bindings] == list(REGIONS)
+    assert [b.region for b in trainer.bindings] == [*REGIONS, *STEP_REGIONS]
+
+
+@pytest.mark.parametrize(
+    ("role", "change", "words"),
+    [
+        ("engine", {"TP": 3}, r"engine TP is 3, the contract admits invariant over \{1, 2\}"),
+        ("trainer", {"CP": 2}, "trainer CP is 2, the contract admits pinned 1"),
+        ("trainer", {"SP": 3}, "SP"),
+    ],
+)
+def test_an_unproven_degree_is_refused_with_axis_found_and_admitted(
+    contract: Contract, role: str, change: dict[str, int], words: str
+) -> None:
+    with pytest.raises(TopologyError, match=words):
+        make_plan(contract, role, {**DEGREES, **change})
+
+
+def test_an_axis_nobody_read_is_unknown_and_refused(contract: Contract) -> None:
+    with pytest.raises(TopologyError, match="CP is unknown"):
+        make_plan(contract, "engine", {a: d for a, d in DEGREES.items() if a != "CP"})
+
+
+def test_a_kernel_of_another_source_is_refused(contract: Contract) -> None:
+    other = tuple(
+        dataclasses.replace(p, source="sha256:" + "1" * 64) if p.function == "linear.chain/1" else p
+        for p in contract.providers
+    )
+    with pytest.raises(
+        InstallError, match=r"column_linear: wanted isoexec.kernels.linear of source sha256:1111"
+    ):
+        make_plan(dataclasses.replace(contract, providers=other), "engine", DEGREES)
+
+
+def test_constants_the_kernel_does_not_compute_with_are_refused(contract: Contract) -> None:
+    other = tuple(
+        dataclasses.replace(b, constants={**b.constants, "row_tile": 8}) if b.region == "lm_head" else b
+        for b in contract.composition
+    )
+    with pytest.raises(DomainError, match="row_tile 8"):
+        make_plan(dataclasses.replace(contract, composition=other), "engine", DEGREES)
+
+
+def test_a_dtype_outside_the_claim_is_refused(contract: Contract) -> None:
+    with pytest.raises(InstallError, match="float16"):
+        make_plan(contract, "engine", DEGREES, "float16")
+
+
+def test_enforcement_goes_region_by_region_and_bad_words_name_the_variable() -> None:
+    modes = enforcement_from_env("observe,attention=install+refuse,rope=off")
+    assert modes["norm"] is Enforcement.OBSERVE
+    assert modes["attention"].refuses
+    assert modes["rope"] is Enforcement.OFF
+    assert set(enforcement_from_env("").values()) == {Enforcement.INSTALL_REFUSE}
+    for text in ("strict", "atention=off", "norm="):
+        with pytest.raises(InstallError, match="ISOEXEC_ENFORCE"):
+            enforcement_from_env(text)
+
+
+def test_regions_that_are_off_are_not_planned(contract: Contract, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISOEXEC_ENFORCE", "rope=off,norm=observe")
+    plan = make_plan(contract, "engine", DEGREES)
+    assert plan.binding("rope") is None
+    assert not plan.installs("norm")
+    assert plan.installs("attention")
+    with pytest.raises(InstallError, match="rope: wanted constant 'length', found no binding"):
+        plan.constant("rope", "length")
+
+
+def region(**change: Any) -> RegionReport:
+    values: dict[str, Any] = {
+        "region": "norm",
+        "object": "Norm",
+        "provider": "p",
+        "source": "s",
+        "canary": "a",
+        "expected_canary": "a",
+        "enforcement": Enforcement.INSTALL_REFUSE,
+    }
+    return RegionReport(**{**values, **change})
+
+
+def report(*regions: RegionReport, problem: str | None = None) -> Report:
+    return Report(role="engine", rank=0, world=1, topology=DEGREES, regions=regions, problem=problem)
+
+
+def test_a_report_passes_only_with_the_expected_canary_in_hand() -> None:
+    report(region()).require()
+    for broken in (
+        region(canary="b"),
+        region(canary=None),
+        region(expected_canary=None),
+        region(problem="gone"),
+    ):
+        assert not broken.ok
+        with pytest.raises(InstallError, match="norm"):
+            report(region(), broken).require()
+        assert len(report(region(), broken).problems()) == 1
+
+
+def test_what_is_only_observed_is_told_and_not_refused() -> None:
+    seen = report(
+        region(canary="b", enforcement=Enforcement.OBSERVE),
+        region(canary="b", enforcement=Enforcement.INSTALL),
+    )
+    seen.require()
+    assert len(seen.problems()) == 1
+
+
+def test_a_process_that_moved_does_not_hold_though_its_regions_do() -> None:
+    moved = report(region(), problem="layer 0 is on TP 1")
+    assert moved.problems() == ("layer 0 is on TP 1",)
+    with pytest.raises(InstallError, match="layer 0 is on TP 1"):
+        moved.require()
+
+
+def test_the_reference_canary_depends_on_function_constants_and_dtype_alone(contract: Contract) -> None:
+    engine, trainer = (make_plan(contract, role, DEGREES) for role in ("engine", "trainer"))
+    for name in REGIONS:
+        a, b = engine.binding(name), trainer.binding(name)
+        assert a is not None
+        assert b is not None
+        assert reference_canary(a, torch.bfloat16) == reference_canary(b, torch.bfloat16)
+    norm = engine.binding("norm")
+    assert norm is not None
+    assert reference_canary(norm, torch.float32) != reference_canary(norm, torch.bfloat16)
+
+
+def test_adapters_come_in_by_one_door() -> None:
+    assert load_adapter("vllm").__name__ == "VllmAdapter"
+    with pytest.raises(InstallError, match=r"adapters \['megatron', 'vllm'\]"):
+        load_adapter("sglang")
