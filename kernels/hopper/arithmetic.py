@@ -11,7 +11,7 @@ import triton.language as tl
 
 from isoexec.kernels.hopper import spec
 
-__all__ = ["exp", "fold", "log", "power_of_two"]
+__all__ = ["exp", "fold", "log", "power_of_two", "top"]
 
 _LOG2E = tl.constexpr(spec.LOG2E)
 _LN2_HIGH = tl.constexpr(-spec.LN2_HIGH)
@@ -19,7 +19,6 @@ _LN2_LOW = tl.constexpr(-spec.LN2_LOW)
 _ROUNDER = tl.constexpr(spec.ROUNDER)
 _E0, _E1, _E2, _E3, _E4 = (tl.constexpr(c) for c in spec.EXP)
 _EXP_LOW = tl.constexpr(spec.EXP_LOW)
-_EXP_HIGH = tl.constexpr(spec.EXP_HIGH)
 _L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8 = (tl.constexpr(c) for c in spec.LOG)
 _LN2 = tl.constexpr(spec.LN2)
 _ROOT2 = tl.constexpr(spec.ROOT2)
@@ -42,8 +41,20 @@ def fold(v: tl.tensor, ROWS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def top(v: tl.tensor) -> tl.tensor:
+    """[ROWS, WIDTH] -> [ROWS]: the maximum, NaN where a row holds one; exact in any order."""
+    return tl.reduce(v, 1, _larger)
+
+
+@triton.jit
 def exp(x: tl.tensor) -> tl.tensor:
     """`spec.exp`."""
+    x = tl.maximum(x, _EXP_LOW)
     t = tl.fma(x, tl.full(x.shape, _LOG2E, tl.float32), tl.full(x.shape, _ROUNDER, tl.float32))
     n = t - _ROUNDER
     r = tl.fma(n, tl.full(x.shape, _LN2_HIGH, tl.float32), x)
@@ -54,10 +65,7 @@ def exp(x: tl.tensor) -> tl.tensor:
     y = tl.fma(y, r, tl.full(x.shape, _E4, tl.float32))
     y = tl.fma(y, r, tl.full(x.shape, 1.0, tl.float32))
     y = tl.fma(y, r, tl.full(x.shape, 1.0, tl.float32))
-    y = (y.to(tl.int32, bitcast=True) + (t.to(tl.int32, bitcast=True) << 23)).to(tl.float32, bitcast=True)
-    y = tl.where(x < _EXP_LOW, 0.0, y)
-    y = tl.where(x > _EXP_HIGH, float("inf"), y)
-    return tl.where(x == x, y, x)
+    return (y.to(tl.int32, bitcast=True) + (t.to(tl.int32, bitcast=True) << 23)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ EXP = tuple(
     float.fromhex(c)
     for c in ("0x1.6a23cep-10", "0x1.123a2p-7", "0x1.5558f2p-5", "0x1.555492p-3", "0x1.fffffcp-2")
 )
-EXP_LOW, EXP_HIGH = -87.0, 88.71875  # below: zero, no subnormal result; above: infinity
+EXP_LOW, EXP_HIGH = -87.0, 88.71875
 # log(m) = 2 z (1 + z^2/3 + z^4/5 + ...), z = (m - 1) / (m + 1), m in [sqrt(1/2), sqrt(2)), in float64
 LOG = tuple(1.0 / k for k in (17, 15, 13, 11, 9, 7, 5, 3, 1))
 LN2 = math.log(2.0)
@@ -46,17 +46,19 @@ def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """fp32 exponential within one unit in the last place; zero below -87, infinity above 88.71875, NaN stays NaN."""
+    """fp32 exponential of x <= EXP_HIGH within one unit in the last place; x below EXP_LOW, and NaN, count as EXP_LOW.
+
+    So no result is subnormal, and where a term stands beside 1 the floor of 1.6e-38 changes no bit. Callers carry NaN and
+    larger arguments themselves.
+    """
+    x = torch.fmax(x, torch.full_like(x, EXP_LOW))
     t = fma(x, LOG2E, ROUNDER)
     n = t - ROUNDER
     r = fma(n, -LN2_LOW, fma(n, -LN2_HIGH, x))
     y = torch.full_like(r, EXP[0])
     for c in (*EXP[1:], 1.0, 1.0):
         y = fma(y, r, c)
-    y = (y.view(torch.int32) + (t.view(torch.int32) << 23)).view(torch.float32)
-    y = torch.where(x < EXP_LOW, 0.0, y)
-    y = torch.where(x > EXP_HIGH, torch.inf, y)
-    return torch.where(x == x, y, x)
+    return (y.view(torch.int32) + (t.view(torch.int32) << 23)).view(torch.float32)
 
 
 def log(x: Tensor) -> Tensor:

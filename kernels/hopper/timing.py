@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-__all__ = ["copies_for", "graph_time"]
+__all__ = ["capture", "copies_for", "graph_time", "replay_times"]
 
 _TOUCHED = 2.5e8  # bytes a replay should touch: several times the L2 of an H200
 
@@ -21,8 +21,8 @@ def copies_for(nbytes: int) -> int:
     return max(2, min(64, math.ceil(_TOUCHED / nbytes)))
 
 
-def graph_time(call: Callable[[int], Any], copies: int, *, replays: int = 9) -> float:
-    """Median microseconds of one `call(i)`, i = 0 .. copies - 1, over `replays` replays."""
+def capture(call: Callable[[int], Any], copies: int) -> torch.cuda.CUDAGraph:
+    """One graph of `call(i)`, i = 0 .. copies - 1, after a first call outside it (compilation, handles, tables)."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -32,13 +32,24 @@ def graph_time(call: Callable[[int], Any], copies: int, *, replays: int = 9) -> 
     with torch.cuda.graph(graph):
         for i in range(copies):
             call(i)
-    graph.replay()
-    spans = []
-    for _ in range(replays):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        spans.append(begin.elapsed_time(end) * 1e3 / copies)
-    return sorted(spans)[replays // 2]
+    return graph
+
+
+def replay_times(graphs: Sequence[torch.cuda.CUDAGraph], copies: int, *, replays: int = 9) -> list[float]:
+    """Median microseconds of one call in each graph; the graphs take turns, so clocks and heat are shared fairly."""
+    spans: list[list[float]] = [[] for _ in graphs]
+    for turn in range(replays + 1):
+        for graph, own in zip(graphs, spans, strict=True):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            if turn:  # the first turn warms up
+                own.append(begin.elapsed_time(end) * 1e3 / copies)
+    return [sorted(own)[replays // 2] for own in spans]
+
+
+def graph_time(call: Callable[[int], Any], copies: int, *, replays: int = 9) -> float:
+    """Median microseconds of one `call(i)` alone."""
+    return replay_times([capture(call, copies)], copies, replays=replays)[0]

@@ -17,6 +17,8 @@ from isoexec.contracts.errors import IsoExecError
 from isoexec.kernels.linear.hopper.kernel import reference
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 __all__ = [
@@ -68,7 +70,7 @@ class SwitchError(IsoExecError):
 
 
 class ProbeError(IsoExecError):
-    """The switches are as claimed and the products are not the chain's: `found` lists (M, N, K, differing elements)."""
+    """The products are not the chain's: `found` lists (M, N, K, differing elements)."""
 
     def __init__(self, found: list[tuple[int, int, int, int]]) -> None:
         self.found = found
@@ -76,16 +78,16 @@ class ProbeError(IsoExecError):
 
     def __str__(self) -> str:
         return (
-            f"cuBLASLt with its switches claimed gives other bits than the chain: (M, N, K, elements) {self.found}. This "
-            "library build is no provider of linear.mma_chain/1; certify it or install the certified version"
+            f"products have other bits than the chain: (M, N, K, elements) {self.found}. Whatever computed them is no "
+            "provider of linear.mma_chain/1; where that is cuBLASLt with its switches claimed, install a certified version"
         )
 
 
 def switches() -> Switches:
     """The switches as torch reports them now."""
     reduced, split = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()
-    library = torch.backends.cuda.preferred_blas_library()
-    return Switches(library=library.name.lower(), reduced_precision=reduced, split_k=split)
+    library = str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[2].lower()
+    return Switches(library=library, reduced_precision=reduced, split_k=split)
 
 
 def restore(state: Switches) -> None:
@@ -117,14 +119,17 @@ def linear(x: Tensor, w: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Ten
     return F.linear(x, w)
 
 
-def probe(device: str = "cuda") -> None:
-    """Raise `ProbeError` unless products that tempt cuBLAS to split K have the chain's bits; `SwitchError` before that."""
+def probe(provider: Callable[[Tensor, Tensor], Tensor] = linear, device: str = "cuda") -> None:
+    """Raise `ProbeError` unless the provider has the chain's bits where cuBLAS as shipped splits K.
+
+    With the default provider, `SwitchError` comes first where a switch is wrong.
+    """
     found = []
     for M, N, K in PROBES:
         generator = torch.Generator(device).manual_seed(M + N + K)
         x = torch.randn(M, K, device=device, generator=generator).bfloat16()
         w = (torch.randn(N, K, device=device, generator=generator) / K**0.5).bfloat16()
-        count = int((linear(x, w).view(torch.int16) != reference(x, w).view(torch.int16)).sum())
+        count = int((provider(x, w).view(torch.int16) != reference(x, w).view(torch.int16)).sum())
         if count:
             found.append((M, N, K, count))
     if found:

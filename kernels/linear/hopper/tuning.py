@@ -5,23 +5,27 @@ from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from isoexec.kernels.hopper.timing import copies_for, graph_time
+from isoexec.kernels.hopper.timing import capture, copies_for, replay_times
 from isoexec.kernels.linear.hopper import cublaslt
 from isoexec.kernels.linear.hopper.kernel import Kind, Tile, launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from torch import Tensor
+
 __all__ = ["BUCKETS", "candidates", "tune"]
 
 BUCKETS = (1, 16, 32, 64, 128)  # rows for which a choice is measured
 _SHARED = 225_000  # bytes of shared memory a block may take
 _WORTH = 0.99  # the chain serves a bucket where it takes less than this share of the library's time
+_SHORT_LIST = 4  # tiles measured again, in turns with the library
 _CUTS: dict[Kind, tuple[tuple[int, int, int, int], ...]] = {  # columns, depth, warps, stages
     "pointers": (
         (16, 256, 2, 6),
@@ -32,8 +36,23 @@ _CUTS: dict[Kind, tuple[tuple[int, int, int, int], ...]] = {  # columns, depth, 
         (64, 64, 4, 6),
         (128, 64, 4, 4),
     ),
-    "maps": ((32, 256, 4, 4), (64, 128, 4, 4), (64, 128, 4, 6), (128, 64, 4, 6), (128, 128, 4, 3)),
-    "swapped": ((64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 4), (128, 64, 4, 6), (128, 128, 8, 4)),
+    "maps": (
+        (32, 256, 4, 4),
+        (32, 128, 4, 8),
+        (64, 64, 4, 8),
+        (64, 128, 4, 4),
+        (64, 128, 4, 6),
+        (128, 64, 4, 6),
+        (128, 128, 4, 3),
+    ),
+    "swapped": (
+        (64, 64, 4, 8),
+        (64, 128, 4, 4),
+        (64, 128, 4, 6),
+        (64, 256, 4, 4),
+        (128, 64, 4, 6),
+        (128, 128, 8, 4),
+    ),
 }
 
 
@@ -63,21 +82,26 @@ def _build(tile: Tile) -> str:
 
 def _steps(N: int, K: int, usable: list[Tile]) -> list[dict[str, Any]]:
     copies = copies_for(2 * N * K)
-    ws = [(torch.randn(N, K, device="cuda") / K**0.5).bfloat16() for _ in range(copies)]
+    ws = [torch.empty(N, K, dtype=torch.bfloat16, device="cuda").normal_(std=K**-0.5) for _ in range(copies)]
     steps: list[dict[str, Any]] = []
     for M in BUCKETS:
         x = torch.randn(M, K, device="cuda").bfloat16()
-        out = torch.empty(M, N, dtype=torch.bfloat16, device="cuda")
-        library = graph_time(lambda i, x=x: cublaslt.linear(x, ws[i]), copies, replays=5)
-        spans = {
-            t: graph_time(lambda i, x=x, out=out, t=t: launch(x, ws[i], out, t), copies, replays=3)
-            for t in candidates(M)
-            if t in usable and K % t.depth == 0
-        }
-        best = min(spans, key=lambda t: spans[t])
-        ours = M == 1 or spans[best] < _WORTH * library
-        us = {"us": round(spans[best], 2), "library_us": round(library, 2)}
-        steps.append({"up_to": M, "tile": asdict(best) if ours else None, **us})
+
+        def chain(i: int, x: Tensor = x, *, tile: Tile) -> None:
+            launch(x, ws[i], torch.empty(len(x), N, dtype=torch.bfloat16, device="cuda"), tile)
+
+        def library(i: int, x: Tensor = x) -> None:
+            cublaslt.linear(x, ws[i])
+
+        fitting = [t for t in candidates(M) if t in usable and K % t.depth == 0]
+        graphs = {t: capture(partial(chain, tile=t), copies) for t in fitting}
+        screened = dict(zip(fitting, replay_times(list(graphs.values()), copies, replays=3), strict=True))
+        short = sorted(screened, key=lambda t: screened[t])[:_SHORT_LIST]
+        turns = [capture(library, copies), *(graphs[t] for t in short)]
+        library_us, *spans = (round(us, 2) for us in replay_times(turns, copies, replays=15))
+        us, best = min(zip(spans, short, strict=True), key=lambda pair: pair[0])
+        ours = M == 1 or us < _WORTH * library_us
+        steps.append({"up_to": M, "tile": asdict(best) if ours else None, "us": us, "library_us": library_us})
     while steps[-1]["tile"] is None:
         steps.pop()
     return steps

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from isoexec.kernels.hopper.arithmetic import exp, fold, log, power_of_two
+from isoexec.kernels.hopper.arithmetic import exp, fold, log, power_of_two, top
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["blocks_of", "launch_merge", "launch_partials"]
+
+_FEW = 16  # rows below which latency counts more than occupancy
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -38,11 +40,11 @@ def partials_kernel(
     x = tl.load(logits + (row * stride)[:, None] + col[None, :], mask=live, other=float("-inf")).to(
         tl.float32
     )
-    top = tl.max(x, axis=1)
-    d = x - tl.where(top == float("-inf"), 0.0, top)[:, None]
+    high = top(x)
+    d = x - tl.where(high == float("-inf"), 0.0, high)[:, None]
     e = tl.exp(d) if HARDWARE_EXP else exp(d)
     total = fold(e, ROWS, BLOCK)
-    tl.store(m + row * count + part, top, mask=row < rows)
+    tl.store(m + row * count + part, high, mask=row < rows)
     tl.store(s + row * count + part, total, mask=row < rows)
 
 
@@ -69,9 +71,8 @@ def merge_kernel(
     live = (row < rows)[:, None] & (block < BLOCKS)[None, :]
     mb = tl.load(m + at, mask=live, other=float("-inf"))
     sb = tl.load(s + at, mask=live, other=0.0)
-    top = tl.max(mb, axis=1)
-    # a padded block is -inf, or NaN where the whole row is -inf; its sum is zero either way
-    weighted = tl.where(live, sb * exp(mb - top[:, None]), 0.0)
+    high = top(mb)
+    weighted = tl.where(live, sb * exp(mb - high[:, None]), 0.0)
     total = fold(weighted, ROWS, LEAVES * PADDED)
     if GATHER:
         t = tl.load(target + row, mask=row < rows, other=0).to(tl.int64)
@@ -80,7 +81,7 @@ def merge_kernel(
         x = tl.load(picked + row * stride + t, mask=known, other=float("nan")).to(tl.float32)
     else:
         x = tl.load(picked + row, mask=row < rows, other=0.0).to(tl.float32)
-    tl.store(out + row, (x - top) - log(total), mask=row < rows)
+    tl.store(out + row, (x - high) - log(total), mask=row < rows)
 
 
 def blocks_of(width: int, leaves: int, block: int) -> int:
@@ -118,7 +119,7 @@ def launch_partials(
         BLOCK=block,
         ROWS=per,
         HARDWARE_EXP=hardware_exp,
-        num_warps=num_warps or 4,
+        num_warps=num_warps or (8 if rows < _FEW else 2),
         enable_fp_fusion=False,
     )
 
@@ -137,7 +138,7 @@ def launch_merge(
     rows, leaves, blocks = m.shape
     if not rows:
         return
-    per = rows_per_program or 4
+    per = rows_per_program or (1 if rows < _FEW else 2)
     merge_kernel[(-(-rows // per),)](
         picked,
         picked if target is None else target,
@@ -152,6 +153,6 @@ def launch_merge(
         PADDED=power_of_two(blocks),
         ROWS=per,
         GATHER=target is not None,
-        num_warps=num_warps or 4,
+        num_warps=num_warps or 1,
         enable_fp_fusion=False,
     )

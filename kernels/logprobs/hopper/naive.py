@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """logprobs.blocks/1 on sm90: one pass over the logits, a maximum and a sum a block, trees over blocks and leaves.
 
-The vocabulary is cut into `vocab_leaves` equal leaves, a leaf into blocks of BLOCK columns (the last may be short). Block b
-gives m_b = max x and s_b = pairs(exp(x - m_b)). With M = max m_b, a leaf is pairs(s_b * exp(m_b - M)) over its blocks, the
-total is pairs over the leaves, and log p = (x_target - M) - log(total). Ranks that own whole leaves share the same additions.
+The vocabulary is cut into `vocab_leaves` equal leaves, a leaf into blocks of BLOCK columns (a short one is filled up with
+-inf). Block b gives m_b = max x and s_b = pairs(exp(x - m_b)). With M = max m_b, a leaf is pairs(s_b * exp(m_b - M)) over its
+blocks, the total is pairs over the leaves, and log p = (x_target - M) - log(total). Ranks that own whole leaves make the same
+additions.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional as F
 
 from isoexec.kernels.hopper.spec import exp, log, pair_sum
 
@@ -24,7 +26,9 @@ def partials(logits: Tensor, *, leaves: int, block: int = BLOCK) -> tuple[Tensor
     """(m, s), fp32 [rows, leaves, blocks a leaf], of the leaves that `logits [rows, V]` holds."""
     m, s = [], []
     for leaf in logits.float().chunk(leaves, -1):
-        for part in leaf.split(block, -1):
+        width = leaf.shape[-1]
+        for start in range(0, width, block):
+            part = F.pad(leaf[:, start : start + block], (0, max(0, start + block - width)), value=-torch.inf)
             top = part.amax(-1)
             m.append(top)
             s.append(pair_sum(exp(part - torch.where(top == -torch.inf, 0.0, top).unsqueeze(-1))))

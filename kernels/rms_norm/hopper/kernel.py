@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["launch"]
 
 _PROGRAM = 2048  # elements a program takes where rows are short
+_MANY = 8192  # rows from which occupancy counts more than latency
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -77,7 +78,7 @@ def launch(
         return
     padded = power_of_two(width)
     per = rows_per_program or max(1, min(_PROGRAM // padded, power_of_two(-(-rows // 264))))
-    warps = num_warps or max(1, min(8, per * padded // 512))
+    warps = num_warps or max(1, min(8, per * padded // (256 if rows < _MANY else 512)))
     norm_kernel[(-(-rows // per),)](
         x,
         x if residual is None else residual,

@@ -21,7 +21,9 @@ def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
     xf = x.float()
     total = pair_sum(xf * xf).unsqueeze(-1)
     mean = total / torch.full_like(total, x.shape[-1])  # a Python divisor would become a reciprocal on CUDA
-    root = torch.sqrt((mean + eps).double()).float()  # fp32 square roots of a CPU library need not be the nearest
+    root = torch.sqrt(
+        (mean + eps).double()
+    ).float()  # fp32 square roots of a CPU library need not be the nearest
     r = torch.ones_like(root) / root
     return (xf * r * w.float()).to(x.dtype)
 

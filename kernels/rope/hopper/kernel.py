@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["launch"]
 
+_MANY = 4096  # tokens from which larger programs are faster
+
 
 @triton.jit(do_not_specialize=["length"])
 def rope_kernel(
@@ -68,7 +70,9 @@ def launch(
     if not tokens:
         return
     padded = power_of_two(width // 2)
-    block = heads_per_program or min(power_of_two(heads), max(1, 1024 // padded))
+    block = heads_per_program or min(
+        power_of_two(heads), max(1, (2048 if tokens >= _MANY else 512) // padded)
+    )
     rope_kernel[(tokens, -(-heads // block))](
         x,
         positions,
@@ -82,6 +86,6 @@ def launch(
         HALF=width // 2,
         PADDED=padded,
         BLOCK=block,
-        num_warps=num_warps or max(1, min(4, block * padded // 256)),
+        num_warps=num_warps or max(1, min(4, block * padded // 128)),
         enable_fp_fusion=fused_multiply_add,
     )

@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from isoexec.kernels.hopper import spec
 from isoexec.kernels.hopper.arithmetic import exp, power_of_two
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["launch"]
+
+_MANY = 2**21  # elements from which occupancy counts more than latency
+_EXP_HIGH = tl.constexpr(spec.EXP_HIGH)
 
 
 @triton.jit
@@ -33,6 +37,7 @@ def silu_kernel(
     g = tl.load(gate + row * g_row + col, mask=live, other=0.0).to(tl.float32)
     u = tl.load(up + row * u_row + col, mask=live, other=0.0).to(tl.float32)
     e = tl.exp(-g) if HARDWARE_EXP else exp(-g)
+    e = tl.where(-g > _EXP_HIGH, float("inf"), e)
     y = tl.div_rn(g, 1.0 + e) * u
     tl.store(out + row * width + col, y.to(out.dtype.element_ty), mask=live)
 
@@ -63,6 +68,6 @@ def launch(
         width,
         BLOCK=block,
         HARDWARE_EXP=hardware_exp,
-        num_warps=num_warps or 4,
+        num_warps=num_warps or (2 if rows * width >= _MANY else 8),
         enable_fp_fusion=False,
     )

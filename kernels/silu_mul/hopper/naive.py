@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from isoexec.kernels.hopper.spec import exp
+import torch
+
+from isoexec.kernels.hopper.spec import EXP_HIGH, exp
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,4 +15,5 @@ if TYPE_CHECKING:
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     g = gate.float()
-    return (g / (1.0 + exp(-g)) * up.float()).to(gate.dtype)
+    e = torch.where(-g > EXP_HIGH, torch.inf, exp(-g))
+    return (g / (1.0 + e) * up.float()).to(gate.dtype)

@@ -74,7 +74,7 @@ def main() -> None:
         )
     types = {"gate": b, "up": b, "out": b, "g_row": "i32", "u_row": "i32", "width": "i32"}
     results["silu_mul"] = compiled(
-        silu_mul.silu_kernel, types, {"BLOCK": 1024, "HARDWARE_EXP": False}, num_warps=4, **plain
+        silu_mul.silu_kernel, types, {"BLOCK": 1024, "HARDWARE_EXP": False}, num_warps=2, **plain
     )
     types = {"x": b, "positions": "*i64", "cos": f, "sin": f, "out": b}
     types |= {"x_token": "i32", "x_head": "i32", "length": "i32"}
@@ -83,11 +83,11 @@ def main() -> None:
     )
     types = {"logits": b, "m": f, "s": f, "rows": "i32", "stride": "i32"}
     constants = {"LEAF": 18992, "BLOCKS": 5, "BLOCK": 4096, "ROWS": 1, "HARDWARE_EXP": False}
-    results["logprobs partials"] = compiled(logprobs.partials_kernel, types, constants, num_warps=4, **plain)
+    results["logprobs partials"] = compiled(logprobs.partials_kernel, types, constants, num_warps=2, **plain)
     types = {"picked": b, "target": "*i64", "m": f, "s": f, "out": f}
     types |= {"rows": "i32", "stride": "i32", "vocab": "i32"}
-    constants = {"LEAVES": 8, "BLOCKS": 5, "PADDED": 8, "ROWS": 4, "GATHER": True}
-    results["logprobs merge"] = compiled(logprobs.merge_kernel, types, constants, num_warps=4, **plain)
+    constants = {"LEAVES": 8, "BLOCKS": 5, "PADDED": 8, "ROWS": 2, "GATHER": True}
+    results["logprobs merge"] = compiled(logprobs.merge_kernel, types, constants, num_warps=1, **plain)
     sizes = {"M": "i32", "N": "i32", "K": "i32"}
     used = {tile for steps in tiles().values() for _, tile in steps if tile}
     for tile in [*sorted(used, key=str)[:: max(1, len(used) // 4)], linear.REFERENCE]:
