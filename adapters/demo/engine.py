@@ -132,5 +132,6 @@ class EngineHost:
     def close(self) -> dict[str, float]:
         """End the watch; returns what the probe cost: seconds spent in ``send`` and messages dropped."""
         self._client.close()
+        self._llm.llm_engine.engine_core.shutdown()  # its workers are processes of their own, and would stay
         stats = self._client.stats
         return {"seconds": stats.seconds, "dropped": stats.dropped, "sent": stats.sent}

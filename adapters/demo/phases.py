@@ -194,6 +194,10 @@ def _run_until_halted(stage: Stage, job: Job, fault: Fault, result: PhaseResult,
             )
             stage.tick(result.name, min(step + 1, steps), steps)
     except Halted as halted:
+        if halted.step < at:
+            raise IsoExecError(
+                f"fault {fault.name}: halted at step {halted.step}, before anything was planted: {halted.text}"
+            ) from halted
         result.lines.append(f"halted at the boundary of step {halted.step}, on every rank: {halted.text}")
         return
     raise IsoExecError(f"fault {fault.name}: the job ran {patience} steps and nobody halted it")

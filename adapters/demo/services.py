@@ -101,7 +101,9 @@ class Daemon:
             return False
 
     def restart(self) -> None:
-        """Start it again over the same state directory."""
+        """Start it again over the same state directory; refused while it runs."""
+        if self.process.poll() is None:
+            raise ServiceError("the daemon still runs: nothing to restart")
         self.process = self._launch()
 
     def kill(self) -> None:
