@@ -20,16 +20,21 @@ def residual_add(x: Tensor, residual: Tensor) -> Tensor:
     return (x.float() + residual.float()).to(residual.dtype)
 
 
+def reciprocal_root(mean: Tensor) -> Tensor:
+    """fp32 1 / sqrt(mean), each of the two correctly rounded: not every CPU's fp32 vector root is, the fp64 one rounded is."""
+    return 1.0 / torch.sqrt(mean.double()).float()
+
+
 def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
     xf = x.float()
-    r = 1.0 / torch.sqrt(halving_tree(xf * xf).unsqueeze(-1) / x.shape[-1] + eps)
+    r = reciprocal_root(halving_tree(xf * xf).unsqueeze(-1) / x.shape[-1] + eps)
     return (xf * r * w.float()).to(x.dtype)
 
 
 def dx(g: Tensor, x: Tensor, w: Tensor, eps: float) -> Tensor:
     """Row-local: r * (gw - xh * tree(gw * xh) / width) with xh = x * r and gw = g * w."""
     xf, gw = x.float(), g.float() * w.float()
-    r = 1.0 / torch.sqrt(halving_tree(xf * xf).unsqueeze(-1) / x.shape[-1] + eps)
+    r = reciprocal_root(halving_tree(xf * xf).unsqueeze(-1) / x.shape[-1] + eps)
     xh = xf * r
     return (r * (gw - xh * (halving_tree(gw * xh).unsqueeze(-1) / x.shape[-1]))).to(x.dtype)
 
@@ -41,7 +46,7 @@ def dgamma(g: Tensor, x: Tensor, eps: float) -> Tensor:
     change nothing, and ranks that share s or heads hand the accumulator on.
     """
     xf, gf = x.float(), g.float()
-    r = 1.0 / torch.sqrt(halving_tree(xf * xf).unsqueeze(-1) / x.shape[-1] + eps)
+    r = reciprocal_root(halving_tree(xf * xf).unsqueeze(-1) / x.shape[-1] + eps)
     per_head = torch.zeros(x.shape[2:], dtype=torch.float32)
     for place in gf * (xf * r):
         per_head = per_head + halving_tree(place, 0)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from isoexec.kernels.domain import DomainError, require_float
 from isoexec.kernels.groups import name_of, resolve
 from isoexec.kernels.library import define
+from isoexec.kernels.rms_norm.naive import reciprocal_root
 from isoexec.kernels.sums import halving_tree
 
 if TYPE_CHECKING:
@@ -21,8 +22,7 @@ __all__ = ["add_rms_norm", "residual_add", "rms_norm", "rms_norm_grad"]
 
 
 def _inverse_rms(xf: Tensor, eps: float) -> Tensor:
-    mean = halving_tree(xf * xf).unsqueeze(-1).div_(xf.shape[-1]).add_(eps)
-    return torch.reciprocal(mean.sqrt_())
+    return reciprocal_root(halving_tree(xf * xf).unsqueeze(-1).div_(xf.shape[-1]).add_(eps))
 
 
 def _norm(x: Tensor, w: Tensor, eps: float, shard: str, group: str) -> Tensor:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from fractions import Fraction
 
 import pytest
 import torch
@@ -94,3 +96,10 @@ def test_a_weight_of_another_width_and_an_unknown_shard_are_refused() -> None:
         rms_norm_grad(torch.zeros(2, 1, 8), torch.zeros(8), 1e-6, shard="rows")  # type: ignore[arg-type]
     with pytest.raises(DomainError, match="heads"):
         rms_norm_grad(torch.zeros(2, 1, 8), torch.zeros(8), 1e-6, shard="heads")
+
+
+def test_the_root_is_correctly_rounded_where_the_library_s_fp32_root_is_not() -> None:
+    x = torch.cat([torch.arange(1, 20001) / 977, torch.logspace(-6, 6, 20000)])
+    roots = [float(Fraction(math.isqrt(int(Fraction(v) * 4**60)), 2**60)) for v in x.tolist()]
+    exact = torch.tensor(roots, dtype=torch.float64).float()
+    assert torch.equal(naive.reciprocal_root(x), (1.0 / exact.double()).float())
