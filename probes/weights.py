@@ -66,10 +66,11 @@ def tensor_partial(t: torch.Tensor, global_shape: Sequence[int], offsets: Sequen
         stride = math.prod(global_shape[dim + 1 :])
         steps = torch.arange(start, start + size, dtype=torch.int64, device=t.device) * stride
         index = index.unsqueeze(-1) + steps
-    bits = _bits(t)
+    # place in the high half, bits in the low one: no two (place, bits) of a tensor below 2**32 elements are mixed alike
+    placed = (index << 32) ^ (index >> 32) ^ _bits(t)
     lanes = []
     for seed in _SEEDS:
-        mixed = _mix(_mix(index ^ _signed(seed)) + bits)
+        mixed = _mix(placed ^ _signed(seed))
         lanes.append(int(mixed.sum().item()) & _MASK)  # int64 addition wraps, which is the sum mod 2**64
     return lanes[0], lanes[1]
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -180,12 +181,13 @@ def _print(
     console.print(table(results, bare))
     if native is not None:
         watched = native.seconds(watched=True)
-        probes = [s.seconds["probe"] for s in native.steps[1:] if s.watched]
-        rescore = [s.seconds["rescore"] for s in native.steps[1:] if s.watched]
+        steps = [s.seconds for s in native.steps[1:] if s.watched]
+        probes, rescore = (median(s[name] for s in steps) for name in ("probe", "rescore"))
         console.print(
-            f"watching the native job: {watched:.3f} s a step against {bare:.3f} s unwatched "
-            f"({(watched / bare - 1) * 100:+.1f} %); the probes' own time {sum(probes) / len(probes) * 1e3:.1f} ms, "
-            f"the engine's rescore of a sample {sum(rescore) / len(rescore) * 1e3:.1f} ms"
+            f"watching the native job, medians: {watched:.3f} s a step against {bare:.3f} s unwatched "
+            f"({(watched / bare - 1) * 100:+.1f} %), of it the probes {probes * 1e3:.0f} ms (logprobs, weight digests, "
+            f"attestation) and the engine's rescore of a sample {rescore * 1e3:.0f} ms",
+            soft_wrap=True,
         )
     for result in results:
         for line in [*([f"{result.verdict}, {result.cause}"] if result.cause else []), *result.lines]:

@@ -72,7 +72,7 @@ class Job:
         regime: str,
         policy: str = "fail_open",
         task: Task | None = None,
-        lr: float = 1e-3,
+        lr: float = 1.5e-3,
         seeded: bool = True,
         engine_model: Path | None = None,
     ) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from statistics import mean
+from statistics import median
 from typing import Any
 
 from rich import box
@@ -67,9 +67,9 @@ class PhaseResult:
         return mismatch_of(self.windows)
 
     def seconds(self, *, watched: bool | None = None) -> float:
-        """Mean seconds of a step, the first one left out: it pays for warming up."""
+        """Median seconds of a step, the first one left out: it pays for warming up."""
         chosen = [s for s in self.steps[1:] if watched is None or s.watched == watched]
-        return mean(s.seconds["step"] for s in chosen) if chosen else math.nan
+        return median(s.seconds["step"] for s in chosen) if chosen else math.nan
 
 
 def mismatch_of(windows: Sequence[Mapping[str, Any]]) -> Mismatch:
