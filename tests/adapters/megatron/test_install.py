@@ -366,11 +366,14 @@ def test_install_without_refuse_reports_what_it_could_not_do(
         model.config.hidden_dropout = 0.1
         adapter = MegatronAdapter(model)
         adapter.install(adapter.plan(contract))
-        return adapter.verify()[0].problems()
+        (report,) = adapter.verify()
+        return report.topology["TP"], report.problems(), [r.ok for r in report.regions]
 
-    problems = launch(work)[0]
-    assert len(problems) == 10
-    assert all("hidden_dropout=0.1" in p for p in problems)
+    degree, problems, regions = launch(work)[0]
+    assert degree == 1
+    (problem,) = problems
+    assert "planned for" in problem
+    assert all(regions)
 
 
 # -- verify ----------------------------------------------------------------------------------------------------------
@@ -468,7 +471,7 @@ def test_every_region_is_attested_on_every_rank_of_every_layout(
         assert all(r.ok for r in report.regions), report.problems()
 
 
-def test_a_moved_topology_is_a_problem_of_every_region(
+def test_a_moved_topology_is_a_problem_of_the_process_and_of_no_region(
     launch: Any, make: Any, contract: Any, one: Any
 ) -> None:
     def work() -> Any:
