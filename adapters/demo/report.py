@@ -147,13 +147,14 @@ def plot(phases: Sequence[PhaseResult], path: Path) -> None:
     figure, axes = plt.subplots(3, 1, figsize=(9, 7.5), sharex=True, layout="constrained")
     at = 0
     for phase in phases:
-        rows = [m for m in (mismatch_of([w]) for w in phase.windows) if m.tokens]
-        x = [at + i for i in range(len(rows))]
+        seen = [(int(w["step"]), mismatch_of([w])) for w in phase.windows]
+        x = [at + step for step, m in seen if m.tokens]
+        rows = [m for _, m in seen if m.tokens]
         axes[0].plot(x, [m.share for m in rows], "o-", ms=3, label=phase.name)
         # a logarithmic axis has no zero: exact equality is drawn at the bottom, and says so
         axes[1].plot(x, [max(m.mean_abs_d, 1e-10) for m in rows], "o-", ms=3)
-        axes[2].plot([at + i for i in range(len(phase.steps))], [s.reward for s in phase.steps], "o-", ms=3)
-        at += max(len(rows), len(phase.steps)) + 1
+        axes[2].plot([at + s.step for s in phase.steps], [s.reward for s in phase.steps], "o-", ms=3)
+        at += max([s.step for s in phase.steps] + [step for step, _ in seen], default=0) + 2
     axes[0].set_ylabel("bitwise equal share")
     axes[0].set_ylim(-0.05, 1.05)
     axes[0].legend(loc="center right", fontsize=8)
