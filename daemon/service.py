@@ -9,7 +9,6 @@ import fcntl
 import json
 import os
 import signal
-import sqlite3
 import time
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -21,20 +20,19 @@ from isoexec.contracts.errors import IsoExecError, WireError
 from isoexec.contracts.halting import HaltMarker, LeaseState, StateDirectory
 from isoexec.contracts.measures import LABEL_VALUES, PHASES, TRAIN_VALUES
 from isoexec.contracts.schema import Contract
-from isoexec.contracts.verdict import Verdict, evaluate, guard_state, overall
 from isoexec.contracts.window import REGIMES, Window
 from isoexec.contracts.wire import Attestation, Bye, Hello, Message, Probe, Step, Weights, Welcome, listen
 from isoexec.daemon.config import Config, ConfigError
-from isoexec.daemon.halt import LeaseKeeper, ProcessHandle, escalate
+from isoexec.daemon.enforce import Enforcer
+from isoexec.daemon.halt import LeaseKeeper, ProcessHandle
 from isoexec.daemon.handshake import agree
 from isoexec.daemon.ingest import Connection, Ingest
 from isoexec.daemon.journal import Journal
-from isoexec.daemon.judge import Judge, claim_outcomes, lease_state, marker_of, rules_for, run_outcome
+from isoexec.daemon.judge import Judge, rules_for
 from isoexec.daemon.metrics import Metrics
 from isoexec.daemon.runs import Run
-from isoexec.daemon.store import write_samples
 from isoexec.daemon.verify import Findings
-from isoexec.daemon.window import StepBuilder, StepState
+from isoexec.daemon.window import StepBuilder
 
 __all__ = ["Service", "package_version"]
 
@@ -64,6 +62,7 @@ class Service:
         self.journal = Journal.create(self.state.journal)
         self.metrics = Metrics(version=package_version())
         self.keeper = LeaseKeeper(self.state)
+        self.enforcer = Enforcer(config, self.state, self.journal, self.keeper, self.metrics, self._spawn)
         self.runs: dict[str, Run] = {}
         self.ingest = Ingest(process=self.process, lost=self.lost, malformed=self.malformed)
         self.ready = False
@@ -201,7 +200,7 @@ class Service:
             self._declare(run)
         agreement = run.greet(hello, now)
         if not agreement.accepted:
-            self._judge_facts(run)
+            self.enforcer.judge_facts(run)
             return _refusal(hello, agreement.message, agreement.differences)
         process = run.processes[hello.source]
         process.handle = ProcessHandle.open(connection.pid)
@@ -264,7 +263,7 @@ class Service:
         )
         rules = [rule.name for rule in run.judge.rules if rule.applies_to(run.regime)]
         self.metrics.start_rules(run.name, rules)
-        self._region_metrics(run, Findings())
+        self.enforcer.show_regions(run, Findings())
         self.keeper.set(run.name, LeaseState.OK, run.policy, cause="no window judged yet")
 
     def _resume(self, hello: Hello, judge: Judge, builder: StepBuilder) -> int | None:
@@ -315,7 +314,7 @@ class Service:
         elif isinstance(message, Probe):
             self._probe(run, before, message)
         if isinstance(message, Attestation | Weights):
-            self._judge_facts(run)
+            self.enforcer.judge_facts(run)
         version_of = getattr(message, "weight_version", -1)
         if version_of >= 0 and not isinstance(message, Step | Weights):
             self.metrics.set("weight_version", version_of, run=run.name, role=message.role)
@@ -365,18 +364,7 @@ class Service:
 
     def _regions(self, run: Run) -> None:
         if run.contract is not None:
-            self._region_metrics(run, run.findings())
-
-    def _region_metrics(self, run: Run, findings: Findings) -> None:
-        if run.contract is None:
-            return
-        broken: dict[tuple[str, str], set[str]] = {}
-        for one in findings.regions:
-            broken.setdefault((one.role, one.region), set()).add(one.source)
-        for role in ("engine", "trainer"):
-            for region in run.contract.regions:
-                count = len(broken.get((role, region), ()))
-                self.metrics.set("region_breaks", count, run=run.name, role=role, region=region)
+            self.enforcer.show_regions(run, run.findings())
 
     # judging
 
@@ -395,132 +383,11 @@ class Service:
 
     def _judge_run(self, run: Run, now: float) -> None:
         while (state := run.due(now)) is not None:
-            self._judge(run, run.builder.close(state, now), now)
+            self.enforcer.judge(run, run.builder.close(state, now), now)
         if run.silent_too_long(now):
-            self._judge(run, None, now)
+            self.enforcer.judge(run, None, now)
         if run.over and not run.builder.open and run.session >= 0:
             self._finish(run)
-
-    def _judge_facts(self, run: Run) -> None:
-        """Halt the moment a fact breaks: the next rollout must not begin on it. Weaker verdicts wait for the step's window."""
-        if run.halted or run.session < 0:
-            return
-        window = run.facts()
-        verdicts = evaluate(run.judge.rules, window, run.judge.history)
-        if not any(verdict.outcome == "violation" and verdict.action == "halt" for verdict in verdicts):
-            return
-        self._journal_window(run, window, verdicts)
-        self._act(run, window, verdicts)
-        self._show(run, None, window, verdicts, 0)
-
-    def _judge(self, run: Run, state: StepState | None, now: float) -> None:
-        start = time.thread_time()
-        dropped = run.dropped_reported
-        window, findings = run.window(state, now)
-        verdicts = run.judge.judge(window)
-        key = self._journal_window(run, window, verdicts)
-        self._act(run, window, verdicts)
-        self._show(run, state, window, verdicts, run.dropped_reported - dropped)
-        self._region_metrics(run, findings)
-        self.metrics.add("evaluate_seconds", time.thread_time() - start)
-        if state is not None:
-            self._spawn(
-                asyncio.to_thread(
-                    write_samples,
-                    self.state.run(run.name).path / "samples",
-                    window.step,
-                    key,
-                    state.samples.arrays(),
-                    keep=self.config.sample_windows,
-                )
-            )
-
-    def _journal_window(self, run: Run, window: Window, verdicts: list[Verdict]) -> int:
-        try:
-            return self.journal.add_window(run.session, window, verdicts)
-        except (sqlite3.Error, ValueError, TypeError) as error:
-            # a full disk must not keep a broken run going: act first, shout here
-            _log.critical("journal failed", run=run.name, error=str(error))
-            return 0
-
-    def _act(self, run: Run, window: Window, verdicts: list[Verdict]) -> None:
-        worst = overall(verdicts)
-        said = worst.message if worst is not None and worst.action != "none" else ""
-        if run.halted:
-            return
-        if any(verdict.action == "halt" for verdict in verdicts):
-            self._halt(run, window, verdicts)
-            return
-        state = lease_state(verdicts)
-        rule = worst.rule if worst is not None and said else ""
-        self.keeper.set(run.name, state, run.policy, step=window.step, rule=rule, cause=said)
-        level = _log.info if state is LeaseState.OK else _log.warning
-        level("window", run=run.name, step=window.step, state=state.name.lower(), rule=rule, message=said)
-
-    def _halt(self, run: Run, window: Window, verdicts: list[Verdict]) -> None:
-        marker = marker_of(window, verdicts)
-        try:
-            self.keeper.halt(marker, run.policy)  # marker, then lease
-        except OSError as error:
-            # a disk that is full must not keep a broken run going; what is lost is that the halt outlives a restart
-            _log.critical("marker cannot be written", run=run.name, error=str(error))
-            self.keeper.set(
-                run.name, LeaseState.HALT, run.policy, step=marker.step, rule=marker.rule, cause=marker.cause
-            )
-        run.halted = True
-        self.metrics.add("halts", 1.0, run=run.name)
-        self.metrics.set("halted", 1.0, run=run.name)
-        self.metrics.state("guard_state", "halt", run=run.name)
-        self._record(run.name, window.step, "halt", dataclasses.asdict(marker))
-        _log.critical("halt", run=run.name, step=window.step, rule=marker.rule, cause=marker.cause)
-        if self.config.escalation.enabled:
-            self._spawn(self._escalate(run, window.step))
-
-    async def _escalate(self, run: Run, step: int) -> None:
-        def record(stage: str, pids: list[int]) -> None:
-            _log.warning("escalation", run=run.name, stage=stage, pids=pids)
-            self._record(run.name, step, stage, {"pids": pids})
-
-        await escalate(
-            lambda: [p.handle for p in run.processes.values() if p.handle is not None],
-            self.config.escalation,
-            record,
-        )
-
-    def _record(self, run: str, step: int, action: str, data: dict[str, Any]) -> None:
-        try:
-            self.journal.add_action(run, step, action, data)
-        except (sqlite3.Error, ValueError, TypeError) as error:
-            _log.critical("journal failed", run=run, error=str(error))
-
-    def _show(
-        self,
-        run: Run,
-        state: StepState | None,
-        window: Window,
-        verdicts: list[Verdict],
-        dropped: int,
-    ) -> None:
-        name, metrics = run.name, self.metrics
-        for stats, total in state.stats() if state else ():
-            metrics.pair(name, stats, total)
-        for role, tokens in (state.unpaired if state else {}).items():
-            metrics.add("tokens_unpaired", tokens, run=name, role=role)
-        # a drop is known as a number, not by role, once several roles have gaps: it is shown where it is largest
-        if dropped:
-            loser = max(run.processes.values(), key=lambda process: process.lost)
-            metrics.add("messages_dropped", dropped, run=name, role=loser.role)
-        metrics.state("verdict", run_outcome((v.outcome, v.action) for v in verdicts), run=name)
-        for verdict in verdicts:
-            metrics.state("rule_outcome", verdict.outcome, run=name, rule=verdict.rule)
-            if verdict.action != "none":
-                metrics.add("decisions", 1.0, run=name, rule=verdict.rule, action=verdict.action)
-        for claim, outcome in claim_outcomes(window).items():
-            if window.between_steps and outcome != "violation":
-                continue  # made to state what broke: it proves nothing of the rest
-            metrics.state("claim", outcome, run=name, claim=claim)
-        metrics.state("guard_state", "halt" if run.halted else guard_state(verdicts), run=name)
-        metrics.set("last_verdict_timestamp_seconds", time.time(), run=name)
 
     def _measure(self) -> None:
         self.metrics.set("queue_depth", self.ingest.depth)
@@ -541,7 +408,7 @@ class Service:
                 self.metrics.add("halts", 1.0, run=run.name)
                 self.metrics.set("halted", 1.0, run=run.name)
                 self.metrics.state("guard_state", "halt", run=run.name)
-                self._record(run.name, there.step, "halt_seen", dataclasses.asdict(there))
+                self.enforcer.record(run.name, there.step, "halt_seen", dataclasses.asdict(there))
             elif there is None and run.halted:
                 # the processes that were told to stop stay told; the next start is a session of its own
                 self.metrics.set("halted", 0.0, run=run.name)
