@@ -145,6 +145,11 @@ class Metrics(Collector):
         for name in MEASURES:
             self._drop_series(name.removeprefix(PREFIX), run)
 
+    def finish_run(self, run: str) -> None:
+        """Remove what says when a run was last heard of: nobody waits for it any more, and its age is no silence."""
+        for name in ("last_message_timestamp_seconds", "last_verdict_timestamp_seconds"):
+            self._drop_series(name, run)
+
     def _drop_series(self, name: str, run: str) -> None:
         measure = MEASURES.get(PREFIX + name)
         if measure is None or "run" not in measure.labels:

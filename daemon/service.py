@@ -419,6 +419,7 @@ class Service:
             self.journal.end_run(run.session)
             run.session = -1
         self.keeper.release(run.name)
+        self.metrics.finish_run(run.name)
         for process in run.processes.values():
             if process.handle is not None:
                 process.handle.close()

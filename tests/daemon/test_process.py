@@ -273,6 +273,19 @@ def test_a_stopped_daemon_loses_its_leases_and_takes_them_up_again(
     wait_until(lease.fine, "the lease to be renewed", 5)
 
 
+def test_a_run_that_said_goodbye_is_not_silent(
+    daemon: Any, peer: Callable[..., Any], wait_until: Callable[..., Any]
+) -> None:
+    sides = [peer(daemon, role, run="gone") for role in ("engine", "trainer")]
+    heard = {"run": "gone", "role": "engine"}
+    assert daemon.metric("isoexec_last_message_timestamp_seconds", **heard) is not None
+    for side in sides:
+        side.bye()
+    # the alert on silence reads the age of this series: with it gone nobody is paged for a job that ended
+    wait_until(lambda: daemon.metric("isoexec_last_message_timestamp_seconds", **heard) is None, "the end")
+    assert daemon.metric("isoexec_halted", run="gone") == 0
+
+
 def test_sigterm_is_a_clean_stop(start: Callable[..., Any], peer: Callable[..., Any]) -> None:
     daemon = start()
     peer(daemon, "trainer")
