@@ -105,7 +105,6 @@ def hybrid_scene(stage: Stage, *, steps: int = 3) -> PhaseResult:
         f"decode against the engine's own prefill: {equal} of {tokens} tokens bitwise equal, "
         f"mean |d| {mean:.4f}, max |d| {largest:.3f} nats"
     )
-    result.lines.append(f"cause the daemon names: {result.cause or 'none'}")
     return result
 
 
