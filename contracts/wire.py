@@ -44,7 +44,6 @@ __all__ = [
     "connect",
     "encode_frame",
     "listen",
-    "split_weights",
 ]
 
 MAGIC = b"IXF1"
@@ -490,26 +489,6 @@ class FrameReader:
         body = bytes(memoryview(buffer)[body_at:end])
         del buffer[:end]
         return _decode(header, body)
-
-
-def split_weights(message: Weights, *, at_most: int = 4000) -> list[Weights]:
-    """Cut a weights message into messages of at most `at_most` tensors, to keep to the header limit."""
-    names = list(message.tensors)
-    parts: list[Weights] = []
-    for first in range(0, max(len(names), 1), at_most):
-        part = names[first : first + at_most]
-        here = set(part)
-        parts.append(
-            dataclasses.replace(
-                message,
-                tensors={name: message.tensors[name] for name in part},
-                numel={name: message.numel[name] for name in part},
-                total={name: message.total[name] for name in part},
-                unknown=message.unknown if first == 0 else (),
-                zero=tuple(name for name in message.zero if name in here),
-            )
-        )
-    return parts
 
 
 _SOCKET_NAME = "isoexec.sock"

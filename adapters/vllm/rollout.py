@@ -19,7 +19,6 @@ import numpy as np
 
 from isoexec.adapters.base import Report, contract_from_env
 from isoexec.adapters.vllm.adapter import collect_reports, report_of
-from isoexec.contracts import wire
 from isoexec.contracts.errors import InstallError, IsoExecError
 from isoexec.probes.attest import send_attestation
 from isoexec.probes.client import Client
@@ -28,7 +27,6 @@ from isoexec.probes.logprobs import LogprobTap, ScoredSequence
 __all__ = ["Rollout", "exact_float32"]
 
 _U64 = 1 << 64
-_TENSORS_A_MESSAGE = 4000  # a frame's header has a limit
 
 
 def exact_float32(values: Sequence[float], what: str) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -196,35 +194,16 @@ class Rollout:
         known = tensors.keys() - unknown
         tensors = {name: tensors[name] for name in sorted(known)}
         if self.client is not None:
-            self._send_weights(
-                tensors, numel, total, sorted(unknown), loaded, step, self._version(weight_version)
+            self.client.send_weights(
+                weight_version=self._version(weight_version),
+                step=step,
+                tensors=tensors,
+                numel=numel,
+                total=total,
+                zero=tensors.keys() - loaded,
+                unknown=sorted(unknown),
             )
         return tensors
-
-    def _send_weights(
-        self,
-        tensors: dict[str, tuple[int, int]],
-        numel: dict[str, int],
-        total: dict[str, int],
-        unknown: list[str],
-        loaded: set[str],
-        step: int,
-        version: int,
-    ) -> None:
-        assert self.client is not None
-        names = list(tensors)
-        for first in range(0, max(len(names), 1), _TENSORS_A_MESSAGE):
-            part = names[first : first + _TENSORS_A_MESSAGE]
-            self.client.send(
-                wire.Weights,
-                weight_version=version,
-                step=step,
-                tensors={name: tensors[name] for name in part},
-                numel={name: numel[name] for name in part},
-                total={name: total[name] for name in part},
-                zero=tuple(name for name in part if name not in loaded),
-                unknown=tuple(unknown) if first == 0 else (),
-            )
 
     def _version(self, given: int | None) -> int:
         return self.weight_version if given is None else given

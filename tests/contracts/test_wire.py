@@ -238,29 +238,6 @@ def test_an_oversized_message_is_refused_by_the_sender() -> None:
         wire.encode_frame(big)
 
 
-def test_split_weights_loses_no_tensor() -> None:
-    names = [f"layer.{i}" for i in range(10)]
-    whole = wire.Weights(
-        run="r",
-        role="engine",
-        source="s",
-        weight_version=1,
-        step=1,
-        tensors={name: (i, i) for i, name in enumerate(names)},
-        numel=dict.fromkeys(names, 1),
-        total=dict.fromkeys(names, 1),
-        unknown=("u",),
-    )
-    parts = wire.split_weights(whole, at_most=3)
-    assert [len(part.tensors) for part in parts] == [3, 3, 3, 1]
-    assert {name: words for part in parts for name, words in part.tensors.items()} == whole.tensors
-    assert [part.unknown for part in parts] == [("u",), (), (), ()]
-    empty = wire.Weights(
-        run="r", role="engine", source="s", weight_version=1, step=1, tensors={}, numel={}, total={}
-    )
-    assert len(wire.split_weights(empty)) == 1
-
-
 def test_the_socket_is_private_and_works_under_a_long_path(tmp_path: Path) -> None:
     state = tmp_path / ("x" * 120)
     state.mkdir()

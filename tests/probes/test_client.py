@@ -12,6 +12,7 @@ import pytest
 
 from isoexec.contracts import wire
 from isoexec.contracts.errors import HandshakeError, WireError
+from isoexec.probes import client as client_module
 from isoexec.probes.client import Client, ProbeSettings
 from isoexec.probes.logprobs import LogprobTap, ScoredSequence, from_padded
 from isoexec.probes.pairing import sequence_digest
@@ -126,6 +127,27 @@ def test_logprobs_of_another_dtype_or_length_are_refused() -> None:
         ScoredSequence(prompt=[1], response=[2], logprobs=np.zeros(1, np.float64))
     with pytest.raises(ValueError, match=r"\[2\]"):
         ScoredSequence(prompt=[1], response=[2, 3], logprobs=np.zeros(1, np.float32))
+
+
+def test_weights_too_many_for_one_header_are_sent_in_several_and_none_is_lost(
+    tmp_path: Path, listener: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_TENSORS_A_MESSAGE", 3)
+    client = Client(settings(tmp_path), "engine")
+    client.connect()
+    names = [f"layer.{i}" for i in range(7)]
+    counts = dict.fromkeys(names, 1)
+    digests = {name: (i, i + 1) for i, name in enumerate(names)}
+    assert client.send_weights(
+        weight_version=2, step=1, tensors=digests, numel=counts, total=counts, zero=["layer.4"], unknown=["u"]
+    )
+    parts = listener.wait(wire.Weights, 3)
+    assert [len(p.tensors) for p in parts] == [3, 3, 1]
+    assert {n: tuple(w) for p in parts for n, w in p.tensors.items()} == digests
+    assert [tuple(p.zero) for p in parts] == [(), ("layer.4",), ()]
+    assert [tuple(p.unknown) for p in parts] == [("u",), (), ()]
+    assert client.send_weights(weight_version=3, step=2, tensors={}, numel={}, total={}, unknown=["all"])
+    assert listener.wait(wire.Weights, 4)[-1].unknown == ["all"]
 
 
 def test_step_times_are_sent_by_phase(tmp_path: Path, listener: Any) -> None:
