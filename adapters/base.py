@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -21,6 +20,7 @@ from isoexec.contracts.errors import InstallError
 from isoexec.contracts.schema import Contract
 from isoexec.contracts.topology import check_topology
 from isoexec.kernels import registry
+from isoexec.probes.client import contract_from_env
 
 __all__ = [
     "REGIONS",
@@ -248,12 +248,6 @@ def enforcement_from_env(text: str | None = None) -> dict[str, Enforcement]:
         for name in [region] if region else list(modes):
             modes[name] = Enforcement(mode)
     return modes
-
-
-def contract_from_env() -> Contract | None:
-    """The contract named by ``ISOEXEC_CONTRACT``, or None when the run is only monitored."""
-    path = os.environ.get("ISOEXEC_CONTRACT")
-    return Contract.load(Path(path)) if path else None
 
 
 def make_plan(

@@ -27,7 +27,7 @@ from isoexec.contracts.errors import HandshakeError, WireError
 from isoexec.contracts.halting import default_state_dir
 from isoexec.contracts.schema import Contract
 
-__all__ = ["Client", "ClientStats", "ProbeSettings", "connect", "installed_versions"]
+__all__ = ["Client", "ClientStats", "ProbeSettings", "connect", "contract_from_env", "installed_versions"]
 
 _log = structlog.get_logger("isoexec.probes")
 _SELF_REPORT_SECONDS = 2.0
@@ -58,8 +58,7 @@ class ProbeSettings:
     @classmethod
     def from_env(cls) -> ProbeSettings:
         """ISOEXEC_RUN, ISOEXEC_STATE_DIR, ISOEXEC_REGIME, ISOEXEC_ON_DAEMON_LOSS, ISOEXEC_CONTRACT."""
-        path = os.environ.get("ISOEXEC_CONTRACT")
-        contract = Contract.load(Path(path)) if path else None
+        contract = contract_from_env()
         return cls(
             run=os.environ.get("ISOEXEC_RUN", "default"),
             state_dir=default_state_dir(),
@@ -316,6 +315,12 @@ class Client:
             with contextlib.suppress(OSError):
                 self._socket.close()
             self._socket = None
+
+
+def contract_from_env() -> Contract | None:
+    """The contract named by ``ISOEXEC_CONTRACT``, or None when the run is only monitored."""
+    path = os.environ.get("ISOEXEC_CONTRACT")
+    return Contract.load(Path(path)) if path else None
 
 
 def connect(role: str, *, rank: int = 0, world: int = 1, replica: str = "") -> Client:

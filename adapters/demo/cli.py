@@ -128,7 +128,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _keep_logs_of_a_failure(console: Console, work: Path) -> Callable[..., bool]:
     def leave(kind: type[BaseException] | None, *_: object) -> bool:
-        if kind is None and not os.environ.get("ISOEXEC_DEMO_KEEP"):
+        if kind is None:
             shutil.rmtree(work, ignore_errors=True)
         else:
             console.print(f"logs of every process are kept in {work}")

@@ -23,10 +23,9 @@ from isoexec.contracts.errors import InstallError, IsoExecError
 from isoexec.probes.attest import send_attestation
 from isoexec.probes.client import Client
 from isoexec.probes.logprobs import LogprobTap, ScoredSequence
+from isoexec.probes.weights import add_partials
 
 __all__ = ["Rollout", "exact_float32"]
-
-_U64 = 1 << 64
 
 
 def exact_float32(values: Sequence[float], what: str) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -187,8 +186,7 @@ class Rollout:
             unknown.update(part["unknown"])
             loaded.update(part["tensors"].keys() - set(part["zero"]))
             for name, (low, high) in part["tensors"].items():
-                a, b = tensors.get(name, (0, 0))
-                tensors[name] = ((a + low) % _U64, (b + high) % _U64)
+                tensors[name] = add_partials([tensors.get(name, (0, 0)), (low, high)])
                 numel[name] = numel.get(name, 0) + int(part["numel"][name])
                 total[name] = int(part["total"][name])
         known = tensors.keys() - unknown
