@@ -5,6 +5,7 @@
 
     IsoExecError                   anything of ours; the console prints its text and exits 1
     ├── ContractError              a contract file or dict that cannot be used   path, line, field, fix
+    ├── EvidenceError              a record that is missing, edited or unfit     field, wanted, found, fix
     ├── TopologyError              a degree the contract does not claim          axis, found, admitted, role
     ├── HandshakeError             two processes hold different contracts        differences
     ├── WireError                  a frame that breaks the protocol or its limits
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ContractError",
+    "EvidenceError",
     "HaltedError",
     "HandshakeError",
     "InstallError",
@@ -55,6 +57,21 @@ class ContractError(IsoExecError):
         place = (self.path or "contract") + (f":{self.line}" if self.line is not None else "")
         where = f"{place}: {self.field}" if self.field else place
         return f"{where}: {self.problem}" + (f"; {self.fix}" if self.fix else "")
+
+
+class EvidenceError(IsoExecError):
+    """Evidence that is missing, unreadable, edited or of something else: `field`, `wanted`, `found`, `fix`."""
+
+    def __init__(self, field: str, wanted: str, found: str, fix: str = "") -> None:
+        self.field = field
+        self.wanted = wanted
+        self.found = found
+        self.fix = fix
+        super().__init__(field, wanted, found, fix)
+
+    def __str__(self) -> str:
+        text = f"{self.field}: wanted {self.wanted}, found {self.found}"
+        return f"{text}; {self.fix}" if self.fix else text
 
 
 class TopologyError(IsoExecError):

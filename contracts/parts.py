@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from isoexec.contracts.kinds import Amount, Digest, Int, ListOf, MapOf, Record, Scalar, Text, wire
 
 __all__ = [
+    "ANY_TEXT",
     "AXES",
+    "FUNCTION",
     "GRADS",
     "ROLES",
     "ROUTES",
@@ -26,10 +28,12 @@ __all__ = [
     "Constraint",
     "Discharge",
     "Environment",
+    "EvidencePolicy",
     "Model",
     "Provider",
     "StateClaim",
     "Tolerance",
+    "Value",
     "VersionClaim",
 ]
 
@@ -40,8 +44,8 @@ STATES = ("stateless", "paged_kv", "recurrent")
 ROUTES = ("reference_preserving", "composition_defining", "protected", "canonical")
 
 Value = int | str | bool
-_ANY_TEXT = Text(pattern=r"[^\x00-\x1f]{1,200}", what="text of at most 200 characters")
-_FUNCTION = Text(pattern=r"[a-z][a-z0-9_.]*/[1-9][0-9]*", what="a function such as linear.chain/1")
+ANY_TEXT = Text(pattern=r"[^\x00-\x1f]{1,200}", what="text of at most 200 characters")
+FUNCTION = Text(pattern=r"[a-z][a-z0-9_.]*/[1-9][0-9]*", what="a function such as linear.chain/1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +196,7 @@ class Binding:
     region: str = wire(Text(), "name of the region")
     cases: tuple[str, ...] = wire(ListOf(Text(), least=1), "cases the entry holds for")
     ops: tuple[str, ...] = wire(ListOf(Text(), least=1), "logical operators the region owns in them")
-    function: str = wire(_FUNCTION, "id and version of the exact rounding schedule")
+    function: str = wire(FUNCTION, "id and version of the exact rounding schedule")
     constants: Mapping[str, Value] = wire(
         MapOf(Scalar()), "constants of the function that reach a bit", default={}
     )
@@ -205,11 +209,11 @@ class Provider:
     """Something admitted to compute a function."""
 
     name: str = wire(Text(), "name of the provider, such as its module")
-    function: str = wire(_FUNCTION, "the function it computes")
+    function: str = wire(FUNCTION, "the function it computes")
     kind: str = wire(Text(choices=("kernel", "library")), "own kernel, or a library's")
     source: str | None = wire(Digest(), "digest of a kernel's source; zeros until it is pinned", default=None)
     artifact: str | None = wire(Digest(), "digest of the compiled artifact, when there is one", default=None)
-    version: str | None = wire(_ANY_TEXT, "version and build of a library", default=None)
+    version: str | None = wire(ANY_TEXT, "version and build of a library", default=None)
     settings: Mapping[str, Value] = wire(MapOf(Scalar()), "settings its bits depend on", default={})
     roles: tuple[str, ...] = wire(ListOf(Text(choices=ROLES), least=1), "runtimes it serves")
     arch: str | None = wire(Text(), "arch it is for, when not the contract's", default=None)
@@ -265,7 +269,7 @@ class Tolerance:
     metric: str = wire(Text(choices=("max_abs_d", "mean_abs_d", "p99_abs_d")), "statistic of |d|, in nats")
     bound: str = wire(Amount(), "largest admitted value, a quoted decimal in nats")
     regions: tuple[str, ...] = wire(ListOf(Text()), "regions that differ between the cases")
-    reason: str = wire(_ANY_TEXT, "why the regions differ")
+    reason: str = wire(ANY_TEXT, "why the regions differ")
 
     def problem(self) -> tuple[str, str] | None:
         if len(self.cases) != 2:
@@ -278,7 +282,7 @@ class VersionClaim:
     """A component whose version may change bits: both sides run the same one, from `admitted` when given."""
 
     name: str = wire(Text(), "name of the component")
-    admitted: tuple[str, ...] = wire(ListOf(_ANY_TEXT), "admitted versions; any, when absent", default=())
+    admitted: tuple[str, ...] = wire(ListOf(ANY_TEXT), "admitted versions; any, when absent", default=())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,17 +290,19 @@ class Environment:
     """The machine and process state the bits depend on."""
 
     arch: str = wire(Text(), "arch of the machine")
-    variables: Mapping[str, str] = wire(
-        MapOf(_ANY_TEXT), "environment variables and their values", default={}
-    )
+    variables: Mapping[str, str] = wire(MapOf(ANY_TEXT), "environment variables and their values", default={})
     versions: tuple[VersionClaim, ...] = wire(
         ListOf(Record(VersionClaim), key=("name",)), "versions that may change bits", default=()
+    )
+    switches: Mapping[str, Value] = wire(
+        MapOf(Scalar()), "process switches that may change bits, and the value each must have", default={}
     )
 
     def refusals(self, found: Mapping[str, object]) -> list[str]:
         """Return why an environment {name: value} is not admitted; a name it lacks is refused as unknown."""
         wanted: dict[str, tuple[str, ...]] = {name: (value,) for name, value in self.variables.items()}
         wanted |= {claim.name: claim.admitted for claim in self.versions}
+        wanted |= {name: (str(value),) for name, value in self.switches.items()}
         wanted["arch"] = (self.arch,)
         out = []
         for name, values in sorted(wanted.items()):
@@ -307,6 +313,25 @@ class Environment:
             elif values and str(value) not in values:
                 out.append(f"{name} is {value}, the contract wants {words}")
         return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvidencePolicy:
+    """Which evidence is believed, beyond a record's own expiry."""
+
+    max_age_days: int | None = wire(
+        Int(), "days after which a record is too old; its own expiry alone, when absent", default=None
+    )
+    signers: tuple[str, ...] = wire(
+        ListOf(Text(pattern=r"[0-9a-f]{64}", what="an Ed25519 public key, 64 hex digits")),
+        "keys of which one must have signed each record; none is asked for, when absent",
+        default=(),
+    )
+    certify: str = wire(
+        Text(choices=("refuse", "install")),
+        "where this machine's build has no evidence: refuse, or run the provider's quick gate while installing",
+        default="refuse",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,3 +354,6 @@ class Claims:
         ListOf(Text(choices=("bfloat16", "float16", "float32")), least=1), "parameter dtypes admitted"
     )
     environment: Environment = wire(Record(Environment), "what the bits depend on outside the process")
+    evidence: EvidencePolicy = wire(
+        Record(EvidencePolicy), "which evidence is believed", default=EvidencePolicy()
+    )
