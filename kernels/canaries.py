@@ -12,6 +12,7 @@ import torch
 
 from isoexec.contracts.digests import digest_bytes
 from isoexec.kernels.attention import naive as attention
+from isoexec.kernels.bias import naive as bias
 from isoexec.kernels.domain import DomainError
 from isoexec.kernels.embedding import naive as embedding
 from isoexec.kernels.grad_norm import naive as grad_norm
@@ -34,6 +35,7 @@ _SIZES: dict[str, dict[str, int]] = {
     "embedding.lookup/1": {"tokens": 19, "vocab": 64, "width": 32},
     "rms_norm.tree/1": {"tokens": 19, "width": 128},
     "linear.chain/1": {"tokens": 19, "K": 256, "N": 64},
+    "bias.add/1": {"tokens": 19, "width": 100},
     "rope.neox_fp32/1": {"tokens": 19, "heads": 2, "head_dim": 32},
     "attention.segments/1": {"tokens": 75, "heads": 4, "kv_heads": 2, "head_dim": 32},
     "silu_mul.exp/1": {"tokens": 19, "width": 100},
@@ -91,6 +93,11 @@ def canary(
                 "x": fill(tokens, n["K"], salt=5, dtype=dtype),
                 "w": fill(n["N"], n["K"], salt=6, dtype=dtype),
             }
+        case "bias.add":
+            return {
+                "x": fill(tokens, n["width"], salt=18, dtype=dtype, scale=4.0),
+                "bias": fill(n["width"], salt=19, dtype=dtype),
+            }
         case "rope.neox_fp32":
             x = fill(tokens, n["heads"], n["head_dim"], salt=7, dtype=dtype)
             return {"x": x, "positions": _ids(tokens, rope.LENGTH, 8), "base": 1000000.0}
@@ -130,6 +137,8 @@ def reference(function_id: str, constants: Mapping[str, Any]) -> Callable[..., T
         case "linear.chain":
             out_dtype = torch.float32 if constants.get("boundary", "model") == "float32" else None
             return lambda x, w: linear.linear(x, w, k_block=constants["k_block"], out_dtype=out_dtype)
+        case "bias.add":
+            return bias.bias_add
         case "rope.neox_fp32":
             return rope.rope
         case "attention.segments":
