@@ -18,9 +18,12 @@ from isoexec.kernels.embedding import naive as embedding
 from isoexec.kernels.grad_norm import naive as grad_norm
 from isoexec.kernels.linear import naive as linear
 from isoexec.kernels.logprobs import naive as logprobs
+from isoexec.kernels.logprobs.hopper import naive as hopper_logprobs
 from isoexec.kernels.rms_norm import naive as rms_norm
+from isoexec.kernels.rms_norm.hopper import naive as hopper_rms_norm
 from isoexec.kernels.rope import naive as rope
 from isoexec.kernels.silu_mul import naive as silu_mul
+from isoexec.kernels.silu_mul.hopper import naive as hopper_silu_mul
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,7 +44,12 @@ _SIZES: dict[str, dict[str, int]] = {
     "silu_mul.exp/1": {"tokens": 19, "width": 100},
     "logprobs.leaves/1": {"tokens": 211, "vocab": 512},  # another sum shows in one logprob of twenty
     "grad_norm.exact/1": {"tokens": 19, "width": 100},
+    "rms_norm.pairs/1": {"tokens": 19, "width": 128},
+    "linear.mma_chain/1": {"tokens": 19, "K": 1024, "N": 4096},  # a weight that the arch's table lists
+    "silu_mul.poly/1": {"tokens": 19, "width": 100},
+    "logprobs.blocks/1": {"tokens": 211, "vocab": 512},
 }
+_ON_GPU = ("linear.mma_chain/1",)  # a tensor core's last bit has no other specification
 
 
 def fill(*shape: int, salt: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
@@ -66,8 +74,9 @@ def canary(
     *,
     dtype: torch.dtype = torch.float32,
     sizes: Mapping[str, int] | None = None,
+    device: str = "cpu",
 ) -> Inputs:
-    """The function's canary input by argument name.
+    """The function's canary input by argument name, on `device`.
 
     `sizes` overrides the sizes that a bound object fixes (`_SIZES` names them): a layer with 8 heads gets 8 heads.
     Raises `DomainError` for an unknown function or size.
@@ -79,16 +88,23 @@ def canary(
     if unknown:
         raise DomainError("canary", f"sizes {sorted(unknown)} for {function_id}", f"the sizes {sorted(own)}")
     n = {**own, **(sizes or {})}
+    made = _inputs(function_id, n, dtype)
+    return {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in made.items()
+    }
+
+
+def _inputs(function_id: str, n: Mapping[str, int], dtype: torch.dtype) -> Inputs:
     tokens = n["tokens"]
     match function_id.partition("/")[0]:
         case "embedding.lookup":
             w = fill(n["vocab"], n["width"], salt=1, dtype=dtype)
             w[:, 0] = -0.0  # the sign a sum over shards would lose
             return {"ids": _ids(tokens, n["vocab"], 2), "w": w}
-        case "rms_norm.tree":
+        case "rms_norm.tree" | "rms_norm.pairs":
             x = fill(tokens, n["width"], salt=3, dtype=dtype, scale=3.0)
             return {"x": x, "w": fill(n["width"], salt=4, dtype=dtype), "eps": 1e-6}
-        case "linear.chain":
+        case "linear.chain" | "linear.mma_chain":
             return {
                 "x": fill(tokens, n["K"], salt=5, dtype=dtype),
                 "w": fill(n["N"], n["K"], salt=6, dtype=dtype),
@@ -109,12 +125,12 @@ def canary(
                 "v": fill(*shape, salt=11, dtype=dtype),
                 "scale": n["head_dim"] ** -0.5,
             }
-        case "silu_mul.exp":
+        case "silu_mul.exp" | "silu_mul.poly":
             return {
                 "gate": fill(tokens, n["width"], salt=12, dtype=dtype, scale=8.0),
                 "up": fill(tokens, n["width"], salt=13, dtype=dtype),
             }
-        case "logprobs.leaves":
+        case "logprobs.leaves" | "logprobs.blocks":
             return {
                 "logits": fill(tokens, n["vocab"], salt=14, scale=8.0),
                 "target": _ids(tokens, n["vocab"], 15),
@@ -137,6 +153,19 @@ def reference(function_id: str, constants: Mapping[str, Any]) -> Callable[..., T
         case "linear.chain":
             out_dtype = torch.float32 if constants.get("boundary", "model") == "float32" else None
             return lambda x, w: linear.linear(x, w, k_block=constants["k_block"], out_dtype=out_dtype)
+        case "linear.mma_chain":
+            from isoexec.kernels.linear.hopper.kernel import reference as one_tile  # needs triton
+
+            wide = torch.float32 if constants.get("boundary", "model") == "float32" else torch.bfloat16
+            return lambda x, w: one_tile(x, w, wide)
+        case "rms_norm.pairs":
+            return hopper_rms_norm.rms_norm
+        case "silu_mul.poly":
+            return hopper_silu_mul.silu_mul
+        case "logprobs.blocks":
+            return lambda logits, target: hopper_logprobs.token_logprobs(
+                logits, target, vocab_leaves=constants["vocab_leaves"]
+            )
         case "bias.add":
             return bias.bias_add
         case "rope.neox_fp32":
@@ -158,7 +187,7 @@ def reference(function_id: str, constants: Mapping[str, Any]) -> Callable[..., T
 
 def output_digest(out: Tensor) -> str:
     """`sha256:...` of a tensor's bytes in row-major order."""
-    return digest_bytes(out.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest_bytes(out.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
 def canary_digest(
@@ -168,10 +197,11 @@ def canary_digest(
     *,
     dtype: torch.dtype = torch.float32,
     sizes: Mapping[str, int] | None = None,
+    device: str = "cpu",
 ) -> str:
-    """Run `call` on the canary input (by argument name) and digest its output."""
+    """Run `call` on the canary input (by argument name, on `device`) and digest its output."""
     with torch.no_grad():
-        return output_digest(call(**canary(function_id, constants, dtype=dtype, sizes=sizes)))
+        return output_digest(call(**canary(function_id, constants, dtype=dtype, sizes=sizes, device=device)))
 
 
 def expected_digest(
@@ -181,5 +211,10 @@ def expected_digest(
     dtype: torch.dtype = torch.float32,
     sizes: Mapping[str, int] | None = None,
 ) -> str:
-    """What `canary_digest` gives for a faithful implementation on this machine: the specification, run here."""
-    return canary_digest(reference(function_id, constants), function_id, constants, dtype=dtype, sizes=sizes)
+    """What `canary_digest` gives for a faithful implementation on this machine: the specification, run here.
+
+    On the CPU, but for tensor-core chains, whose specification is a kernel.
+    """
+    device = "cuda" if function_id in _ON_GPU else "cpu"
+    call = reference(function_id, constants)
+    return canary_digest(call, function_id, constants, dtype=dtype, sizes=sizes, device=device)

@@ -13,15 +13,19 @@ from isoexec.kernels.attention.naive import QUERY_TILE
 from isoexec.kernels.canaries import canary, canary_digest, expected_digest, output_digest, reference
 from isoexec.kernels.domain import DomainError
 from isoexec.kernels.grad_norm.naive import BITS
+from isoexec.kernels.linear.hopper.naive import STEP
 from isoexec.kernels.linear.naive import ROW_TILE
+from isoexec.kernels.logprobs.hopper.naive import BLOCK
 from isoexec.kernels.rope.naive import LENGTH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
+    "ARCHS",
     "FUNCTIONS",
     "Function",
+    "Kernel",
     "canary",
     "canary_digest",
     "check_constants",
@@ -31,22 +35,37 @@ __all__ = [
     "source_digest",
 ]
 
+ARCHS = ("cpu", "sm90")
 _ROOT = Path(__file__).resolve().parent
 _SHARED = ("domain.py", "groups.py", "library.py", "slices.py", "sums.py")
+_NO_BITS = ("gate.py", "timing.py", "tuning.py")  # files beside the kernels that decide no bit of a result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """What computes a function on one arch: the module that exports `ops`, and where its source lies.
+
+    `folder` is relative to this package; `also` are files outside of it that state the function.
+    """
+
+    arch: str
+    module: str
+    ops: tuple[str, ...]
+    folder: str
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Function:
     """One exact rounding schedule.
 
-    `module` is the package that computes it, `ops` the names it exports; `fixed` are constants that its code fixes, `free`
-    those that a contract chooses within what the kernel's domain admits.
+    `kernels` compute it, one an arch; `fixed` are constants that their code fixes, `free` those that a contract chooses
+    within what the kernel's domain admits. Two archs share a function only where they give the same bits.
     """
 
     id: str
     version: int
-    module: str
-    ops: tuple[str, ...]
+    kernels: tuple[Kernel, ...]
     fixed: tuple[tuple[str, Any], ...] = ()
     free: tuple[str, ...] = ()
 
@@ -55,57 +74,98 @@ class Function:
         """`id/version`, as a contract writes it."""
         return f"{self.id}/{self.version}"
 
+    @property
+    def arch(self) -> tuple[str, ...]:
+        """The archs on which a kernel of this installation computes it."""
+        return tuple(kernel.arch for kernel in self.kernels)
+
+    def kernel(self, arch: str | None = None) -> Kernel:
+        """The kernel for an arch, by default the first; raises `DomainError` where there is none."""
+        found = next((k for k in self.kernels if arch is None or k.arch == arch), None)
+        if found is None:
+            raise DomainError(self.name, f"arch {arch!r}", f"the archs {list(self.arch)}")
+        return found
+
+
+def _cpu(op: str, *ops: str) -> Kernel:
+    return Kernel(arch="cpu", module=f"isoexec.kernels.{op}", ops=ops, folder=op)
+
+
+def _sm90(op: str, *ops: str, also: tuple[str, ...] = ()) -> Kernel:
+    # the package itself imports no triton; its ops do
+    return Kernel(
+        arch="sm90", module=f"isoexec.kernels.{op}.hopper.ops", ops=ops, folder=f"{op}/hopper", also=also
+    )
+
 
 _ALL = (
     Function(
         id="embedding.lookup",
         version=1,
-        module="isoexec.kernels.embedding",
-        ops=("embedding", "vocab_parallel_embedding"),
+        kernels=(_cpu("embedding", "embedding", "vocab_parallel_embedding"),),
     ),
     Function(
         id="rms_norm.tree",
         version=1,
-        module="isoexec.kernels.rms_norm",
-        ops=("rms_norm", "add_rms_norm", "residual_add", "rms_norm_grad"),
+        kernels=(_cpu("rms_norm", "rms_norm", "add_rms_norm", "residual_add", "rms_norm_grad"),),
         fixed=(("reduce", "halving_tree"), ("accumulate", "float32")),
+    ),
+    Function(
+        id="rms_norm.pairs",
+        version=1,
+        kernels=(_sm90("rms_norm", "rms_norm", "add_rms_norm"),),
+        fixed=(("reduce", "pair_tree"), ("accumulate", "float32")),
     ),
     Function(
         id="linear.chain",
         version=1,
-        module="isoexec.kernels.linear",
-        ops=("pack_weight", "chain", "hand_off", "column_linear", "row_linear"),
+        kernels=(_cpu("linear", "pack_weight", "chain", "hand_off", "column_linear", "row_linear"),),
         fixed=(("row_tile", ROW_TILE), ("accumulate", "float32")),
         free=("k_block", "boundary"),
     ),
     Function(
+        id="linear.mma_chain",
+        version=1,
+        kernels=(_sm90("linear", "linear"),),
+        fixed=(("step", STEP), ("accumulate", "float32")),
+        free=("boundary",),
+    ),
+    Function(id="bias.add", version=1, kernels=(_cpu("bias", "bias_add"),)),
+    Function(
         id="rope.neox_fp32",
         version=1,
-        module="isoexec.kernels.rope",
-        ops=("rope", "rope_grad"),
+        kernels=(
+            _cpu("rope", "rope", "rope_grad"),
+            _sm90("rope", "rope", "table_digest", "tables", also=("rope/naive.py",)),
+        ),
         fixed=(("table", "float64_to_float32"), ("length", LENGTH)),
     ),
     Function(
         id="attention.segments",
         version=1,
-        module="isoexec.kernels.attention",
-        ops=("attention_varlen", "PagedPlan", "attention_paged"),
+        kernels=(_cpu("attention", "attention_varlen", "PagedPlan", "attention_paged"),),
         fixed=(("query_tile", QUERY_TILE),),
         free=("kv_segment",),
     ),
-    Function(id="silu_mul.exp", version=1, module="isoexec.kernels.silu_mul", ops=("silu_mul",)),
+    Function(id="silu_mul.exp", version=1, kernels=(_cpu("silu_mul", "silu_mul"),)),
+    Function(id="silu_mul.poly", version=1, kernels=(_sm90("silu_mul", "silu_mul"),)),
     Function(
         id="logprobs.leaves",
         version=1,
-        module="isoexec.kernels.logprobs",
-        ops=("log_softmax", "token_logprobs"),
+        kernels=(_cpu("logprobs", "log_softmax", "token_logprobs"),),
+        free=("vocab_leaves",),
+    ),
+    Function(
+        id="logprobs.blocks",
+        version=1,
+        kernels=(_sm90("logprobs", "merge", "partials", "token_logprobs"),),
+        fixed=(("block", BLOCK),),
         free=("vocab_leaves",),
     ),
     Function(
         id="grad_norm.exact",
         version=1,
-        module="isoexec.kernels.grad_norm",
-        ops=("exact_sq_sum",),
+        kernels=(_cpu("grad_norm", "exact_sq_sum"),),
         fixed=(("bits", BITS),),
     ),
 )
@@ -120,18 +180,28 @@ def _function(function_id: str) -> Function:
 
 
 @cache
-def source_digest(function_id: str) -> str:
-    """`sha256:...` over the function's own source files and those all kernels share.
+def source_digest(function_id: str, arch: str | None = None) -> str:
+    """`sha256:...` over a kernel's own source files and those all kernels of its arch share; `arch` as `Function.kernel`.
 
     File names are relative to their folder and line ends are normalised, so the digest does not depend on where or how the
     package is installed. It is read once a process: what runs is what was loaded.
     """
-    folder = _ROOT / _function(function_id).module.rpartition(".")[2]
-    files = {f"own/{p.name}": p for p in folder.glob("*.py")} | {f"shared/{n}": _ROOT / n for n in _SHARED}
+    kernel = _function(function_id).kernel(arch)
+    if kernel.arch == "cpu":
+        shared = [_ROOT / name for name in _SHARED]
+    else:
+        shared = [
+            _ROOT / "domain.py",
+            *(_ROOT / "hopper").glob("*.py"),
+            *(_ROOT / name for name in kernel.also),
+        ]
+    own = [p for p in (_ROOT / kernel.folder).iterdir() if p.suffix in (".py", ".json")]
+    files = {f"own/{p.name}": p for p in own} | {f"shared/{p.name}": p for p in shared}
     return digest_of(
         {
             name: digest_bytes(b"\n".join(line.rstrip() for line in path.read_bytes().splitlines()))
             for name, path in files.items()
+            if path.name not in _NO_BITS
         }
     )
 

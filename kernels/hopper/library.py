@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers sm90 functions as opaque torch ops, names their source, and refuses a gradient they do not have."""
+"""Registers sm90 functions as opaque torch ops, and refuses a gradient they do not have."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from isoexec.contracts.digests import digest_bytes, digest_of
 from isoexec.kernels.domain import DomainError, require
 
 if TYPE_CHECKING:
@@ -16,12 +14,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["OPS", "define", "require_model_dtype", "source_digest"]
+__all__ = ["define", "require_model_dtype"]
 
 # A fragment of the CPU ops' library: names start with sm90_, for these are other functions with other bits.
 _LIBRARY = torch.library.Library("isoexec", "FRAGMENT")
-_KERNELS = Path(__file__).resolve().parents[1]
-OPS = ("linear", "rms_norm", "rope", "silu_mul", "logprobs")
 
 
 def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -50,18 +46,3 @@ def require_model_dtype(op: str, *tensors: Tensor) -> None:
             f"{tensor.dtype} with strides {tensor.stride()}",
             "bfloat16 or float32 with unit stride in the last dimension",
         )
-
-
-def source_digest(op: str) -> str:
-    """`sha256:...` over the op's hopper files and those all sm90 functions share; line ends are normalised."""
-    require(op in OPS, "source_digest", f"op {op!r}", f"the ops {list(OPS)}")
-    files = {f"shared/{p.name}": p for p in (_KERNELS / "hopper").glob("*.py")}
-    files |= {
-        f"own/{p.name}": p for p in (_KERNELS / op / "hopper").iterdir() if p.suffix in (".py", ".json")
-    }
-    return digest_of(
-        {
-            name: digest_bytes(b"\n".join(line.rstrip() for line in path.read_bytes().splitlines()))
-            for name, path in files.items()
-        }
-    )

@@ -33,7 +33,6 @@ ROOT = Path(__file__).resolve().parents[2]
 if find_spec("isoexec") is None:
     sys.path.insert(0, str(ROOT / ".src"))
 
-from isoexec.kernels.hopper.library import OPS, source_digest
 from isoexec.kernels.hopper.timing import capture, copies_for, graph_time, replay_times
 from isoexec.kernels.linear.hopper import cublaslt, tuning
 from isoexec.kernels.linear.hopper import table as linear_table
@@ -44,6 +43,7 @@ from isoexec.kernels.linear.hopper.ops import linear
 from isoexec.kernels.logprobs.hopper import kernel as logprobs_kernel
 from isoexec.kernels.logprobs.hopper import naive as logprobs_naive
 from isoexec.kernels.logprobs.hopper.ops import merge, partials, token_logprobs
+from isoexec.kernels.registry import FUNCTIONS, source_digest
 from isoexec.kernels.rms_norm.hopper import kernel as norm_kernel
 from isoexec.kernels.rms_norm.hopper import naive as norm_naive
 from isoexec.kernels.rms_norm.hopper.ops import add_rms_norm, rms_norm
@@ -642,7 +642,7 @@ def write(seconds: float) -> None:
             text=True,
             check=False,
         ).stdout.strip(),
-        "sources": {op: source_digest(op) for op in OPS},
+        "sources": {n: source_digest(n, "sm90") for n, f in FUNCTIONS.items() if "sm90" in f.arch},
         "rope_table": table_digest(HEAD_DIM, BASE, torch.device("cuda", 0)),
         "seconds": round(seconds),
     }

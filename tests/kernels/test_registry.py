@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch import Tensor
 from isoexec.contracts.schema import Contract, library
 from isoexec.kernels import registry
 from isoexec.kernels.attention import attention_varlen
+from isoexec.kernels.bias import bias_add
 from isoexec.kernels.canaries import fill
 from isoexec.kernels.domain import DomainError
 from isoexec.kernels.embedding import embedding
@@ -31,9 +34,17 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "linear.chain/1": {"k_block": 64, "row_tile": 16, "accumulate": "float32", "boundary": "model"},
     "rope.neox_fp32/1": {"table": "float64_to_float32", "length": 8192},
     "attention.segments/1": {"kv_segment": 32, "query_tile": 16},
+    "bias.add/1": {},
     "silu_mul.exp/1": {},
     "logprobs.leaves/1": {"vocab_leaves": 8},
     "grad_norm.exact/1": {"bits": 62},
+}
+SM90: dict[str, dict[str, Any]] = {
+    "rms_norm.pairs/1": {"reduce": "pair_tree", "accumulate": "float32"},
+    "linear.mma_chain/1": {"step": 16, "accumulate": "float32", "boundary": "model"},
+    "rope.neox_fp32/1": {"table": "float64_to_float32", "length": 8192},
+    "silu_mul.poly/1": {},
+    "logprobs.blocks/1": {"block": 4096, "vocab_leaves": 8},
 }
 KERNELS: dict[str, Callable[..., Tensor]] = {
     "embedding.lookup/1": embedding,
@@ -41,6 +52,7 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
     "linear.chain/1": lambda x, w: column_linear(x, w, k_block=64),
     "rope.neox_fp32/1": rope,
     "attention.segments/1": lambda q, k, v, scale: attention_varlen(q, k, v, scale, kv_segment=32),
+    "bias.add/1": bias_add,
     "silu_mul.exp/1": silu_mul,
     "logprobs.leaves/1": lambda logits, target: token_logprobs(logits, target, vocab_leaves=8),
     "grad_norm.exact/1": exact_sq_sum,
@@ -66,16 +78,54 @@ def _stock_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def test_every_function_names_what_its_package_exports() -> None:
-    assert set(registry.FUNCTIONS) == set(CONSTANTS)
+    assert set(registry.FUNCTIONS) == {*CONSTANTS, *SM90}
     for name, function in registry.FUNCTIONS.items():
         assert name == function.name
-        assert set(function.ops) == set(importlib.import_module(function.module).__all__)
+        for kernel in function.kernels:
+            assert name in {"cpu": CONSTANTS, "sm90": SM90}[kernel.arch]
+            if kernel.arch == "sm90":
+                pytest.importorskip(
+                    "triton", reason="the sm90 ops need it; their names are checked where it is"
+                )
+            assert set(kernel.ops) == set(importlib.import_module(kernel.module).__all__)
+
+
+def test_naming_the_functions_needs_no_triton() -> None:
+    code = "import sys; sys.modules['triton'] = None; from isoexec.kernels import registry as r; "
+    code += "print(*(r.source_digest(n, a) for n, f in r.FUNCTIONS.items() for a in f.arch))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(set(done.stdout.split())) == len(CONSTANTS) + len(SM90)
+
+
+def test_a_kernel_is_asked_for_by_its_arch() -> None:
+    assert registry.FUNCTIONS["rope.neox_fp32/1"].arch == ("cpu", "sm90")
+    assert registry.source_digest("rope.neox_fp32/1", "sm90") != registry.source_digest("rope.neox_fp32/1")
+    with pytest.raises(DomainError, match=r"arch 'sm90'.*\['cpu'\]"):
+        registry.source_digest("silu_mul.exp/1", "sm90")
+
+
+def test_a_gate_or_a_tuner_is_no_part_of_a_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for folder in ("hopper", "linear/hopper"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.py").write_text("x = 1\n")
+    (tmp_path / "domain.py").write_text("")
+    monkeypatch.setattr(registry, "_ROOT", tmp_path)
+    digests = [registry.source_digest.__wrapped__("linear.mma_chain/1")]
+    for name in ("linear/hopper/gate.py", "linear/hopper/tuning.py", "hopper/timing.py"):
+        (tmp_path / name).write_text("anything")
+    digests.append(registry.source_digest.__wrapped__("linear.mma_chain/1"))
+    assert digests[0] == digests[1]
+    for name in ("linear/hopper/table.json", "linear/hopper/b.py", "hopper/b.py", "domain.py"):
+        (tmp_path / name).write_text("{}")
+        digests.append(registry.source_digest.__wrapped__("linear.mma_chain/1"))
+    assert len(set(digests)) == 5
 
 
 def test_the_shipped_contract_binds_these_functions_with_admitted_constants() -> None:
     contract = Contract.load(library("qwen3-dense-cpu"))
     names = {binding.function for binding in contract.composition}
-    assert names == set(registry.FUNCTIONS)
+    assert names == set(CONSTANTS) - {"bias.add/1"}  # Qwen3 has no bias
     for binding in contract.composition:
         registry.check_constants(binding.function, dict(binding.constants))
 
@@ -144,7 +194,8 @@ def test_a_source_digest_names_the_source_and_nothing_else(
 
 
 def test_no_two_functions_share_a_source_digest() -> None:
-    assert len({registry.source_digest(name) for name in registry.FUNCTIONS}) == len(registry.FUNCTIONS)
+    digests = [registry.source_digest(n, a) for n, f in registry.FUNCTIONS.items() for a in f.arch]
+    assert len(set(digests)) == len(digests)
 
 
 def test_unknown_functions_and_constants_this_code_does_not_compute_with_are_refused() -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed here")
 
 from isoexec.kernels.domain import DomainError
-from isoexec.kernels.hopper import library
 from isoexec.kernels.linear.hopper import cublaslt, table, tuning
 from isoexec.kernels.linear.hopper.ops import linear
 from isoexec.kernels.logprobs.hopper.ops import merge, partials, token_logprobs
@@ -97,24 +95,3 @@ def test_unclaimed_switches_are_refused() -> None:
     assert cublaslt.switches() != cublaslt.WANTED
     with pytest.raises(cublaslt.SwitchError):
         cublaslt.linear(torch.ones(2, 16, dtype=BF16), torch.ones(2, 16, dtype=BF16))
-
-
-def test_a_source_digest_changes_with_the_ops_files_and_with_the_shared_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for folder in ("hopper", "linear/hopper", "rope/hopper"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "a.py").write_text("x = 1\n")
-    (tmp_path / "linear/hopper/table.json").write_text("{}\n")
-    monkeypatch.setattr(library, "_KERNELS", tmp_path)
-    first = library.source_digest("linear"), library.source_digest("rope")
-    (tmp_path / "linear/hopper/table.json").write_text('{"N": 1}\n')
-    second = library.source_digest("linear"), library.source_digest("rope")
-    assert first[0] != second[0]
-    assert first[1] == second[1]
-    (tmp_path / "hopper/a.py").write_text("x = 2\n")
-    assert library.source_digest("rope") != second[1]
-    (tmp_path / "hopper/a.py").write_bytes(b"x = 2  \r\n")
-    third = library.source_digest("rope")
-    (tmp_path / "hopper/a.py").write_text("x = 2\n")
-    assert library.source_digest("rope") == third
