@@ -8,7 +8,7 @@ name or a flag: it runs the registry's canary through the bound object and diges
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import entry_points
@@ -38,6 +38,7 @@ __all__ = [
     "load_adapter",
     "make_plan",
     "reference_canary",
+    "regions_of",
 ]
 
 REGIONS: tuple[str, ...] = (
@@ -45,6 +46,7 @@ REGIONS: tuple[str, ...] = (
     "norm",
     "qk_norm",
     "column_linear",
+    "qkv_bias",
     "row_linear",
     "rope",
     "attention",
@@ -52,7 +54,7 @@ REGIONS: tuple[str, ...] = (
     "lm_head",
     "logprobs",
 )
-"""The regions of a dense model's forward, in order."""
+"""The regions of a forward that adapters know, in order; a contract holds those its model has (`regions_of`)."""
 
 STEP_REGIONS: tuple[str, ...] = ("grad_norm",)
 """The regions of a training step outside its forward."""
@@ -232,10 +234,21 @@ class Adapter(Protocol):
     def census(self) -> Sequence[CensusEntry]: ...
 
 
-def enforcement_from_env(text: str | None = None) -> dict[str, Enforcement]:
-    """Region -> enforcement from ``ISOEXEC_ENFORCE`` (``mode`` or ``region=mode,...``); ``install+refuse`` where unsaid."""
+def regions_of(contract: Contract, role: str) -> tuple[str, ...]:
+    """The regions ``contract`` gives ``role``: those adapters know in their order, then whatever else it names."""
+    cases = set(contract.cases_of(role))
+    named = {binding.region for binding in contract.composition if cases & set(binding.cases)}
+    known = (*REGIONS, *STEP_REGIONS)
+    return (*(r for r in known if r in named), *sorted(named - set(known)))
+
+
+def enforcement_from_env(text: str | None = None, *, more: Iterable[str] = ()) -> dict[str, Enforcement]:
+    """Region -> enforcement from ``ISOEXEC_ENFORCE`` (``mode`` or ``region=mode,...``); ``install+refuse`` where unsaid.
+
+    ``more`` are regions beside those adapters know: a contract's own.
+    """
     raw = os.environ.get("ISOEXEC_ENFORCE", "") if text is None else text
-    modes = dict.fromkeys((*REGIONS, *STEP_REGIONS), Enforcement.INSTALL_REFUSE)
+    modes = dict.fromkeys((*REGIONS, *STEP_REGIONS, *more), Enforcement.INSTALL_REFUSE)
     for part in filter(None, (p.strip() for p in raw.split(","))):
         region, _, mode = part.rpartition("=")
         if mode not in list(Enforcement) or (region and region not in modes):
@@ -258,7 +271,8 @@ def make_plan(
     ``topology`` is the degree of every axis; None where the process has no groups yet, and whoever calls judges the
     degrees (``check_topology``) once it has.  Raises TopologyError for a degree the contract does not admit, and
     InstallError when a region's kernel is of another source than the admitted provider (an edited or older kernel has
-    no evidence) or the model dtype is not admitted.
+    no evidence), a region is one that adapters do not know (it would run as the runtime likes), or the model dtype is
+    not admitted.
     """
     if topology is not None:
         check_topology(contract, role, topology)
@@ -270,15 +284,20 @@ def make_plan(
             found=dtype,
             fix="load the model in an admitted dtype",
         )
-    modes = enforcement_from_env()
+    modes = enforcement_from_env(more=contract.regions)
     bindings = []
-    for name in (*REGIONS, *STEP_REGIONS):
+    for name in regions_of(contract, role):
         mode = modes[name]
         if mode is Enforcement.OFF:
             continue
+        if name not in (*REGIONS, *STEP_REGIONS):
+            raise InstallError(
+                region=name,
+                wanted=f"a region this release installs: {', '.join((*REGIONS, *STEP_REGIONS))}",
+                found=f"region {name} in {contract.name}",
+                fix=f"use a release that knows it, or say ISOEXEC_ENFORCE={name}=off to run it natively",
+            )
         region = contract.region(name)
-        if not set(region.cases) & set(contract.cases_of(role)):
-            continue
         registry.check_constants(region.function, region.constants)
         provider = region.provider(role)
         found = registry.source_digest(region.function)

@@ -19,6 +19,7 @@ from isoexec.adapters.base import (
     load_adapter,
     make_plan,
     reference_canary,
+    regions_of,
 )
 from isoexec.contracts.errors import InstallError, TopologyError
 from isoexec.contracts.schema import Contract, library
@@ -36,8 +37,32 @@ def test_the_shipped_contract_is_pinned_to_the_kernels_of_this_release(contract:
     # after a change of a kernel: make pin
     engine = make_plan(contract, "engine", DEGREES, "bfloat16")
     trainer = make_plan(contract, "trainer", DEGREES, "float32")
-    assert [b.region for b in engine.bindings] == list(REGIONS)
-    assert [b.region for b in trainer.bindings] == [*REGIONS, *STEP_REGIONS]
+    forward = [r for r in REGIONS if r != "qkv_bias"]  # Qwen3's linears have none
+    assert [b.region for b in engine.bindings] == forward
+    assert [b.region for b in trainer.bindings] == [*forward, *STEP_REGIONS]
+
+
+def test_a_contracts_own_regions_are_planned_and_no_others() -> None:
+    mimo = Contract.load(library("mimo-dense-cpu"))
+    engine = make_plan(mimo, "engine", DEGREES)
+    assert engine.binding("qkv_bias") is not None
+    assert engine.binding("qk_norm") is None
+    assert set(regions_of(mimo, "trainer")) - set(regions_of(mimo, "engine")) == set(STEP_REGIONS)
+
+
+def test_a_region_no_adapter_knows_is_refused_by_name_unless_it_is_off(
+    contract: Contract, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = tuple(
+        dataclasses.replace(b, region="router") if b.region == "rope" else b for b in contract.composition
+    )
+    other = dataclasses.replace(contract, composition=router)
+    with pytest.raises(InstallError, match=r"router: wanted a region this release installs: .*rope.*"):
+        make_plan(other, "engine", DEGREES)
+    monkeypatch.setenv("ISOEXEC_ENFORCE", "router=off")
+    plan = make_plan(other, "engine", DEGREES)
+    assert plan.binding("router") is None
+    assert plan.binding("rope") is None
 
 
 @pytest.mark.parametrize(
@@ -155,7 +180,7 @@ def test_a_process_that_moved_does_not_hold_though_its_regions_do() -> None:
 
 def test_the_reference_canary_depends_on_function_constants_and_dtype_alone(contract: Contract) -> None:
     engine, trainer = (make_plan(contract, role, DEGREES) for role in ("engine", "trainer"))
-    for name in REGIONS:
+    for name in regions_of(contract, "engine"):
         a, b = engine.binding(name), trainer.binding(name)
         assert a is not None
         assert b is not None
