@@ -36,6 +36,7 @@ __all__ = [
     "Subject",
     "default_store",
     "moment",
+    "put_file",
     "shipped",
     "stamp",
 ]
@@ -260,7 +261,7 @@ class Store:
 
     def write(self, record: EvidenceRecord) -> str:
         """Keep a record in the first folder and return its digest."""
-        _put(self.paths[0], record.digest.removeprefix("sha256:") + ".json", record.to_bytes())
+        put_file(self.paths[0], record.digest.removeprefix("sha256:") + ".json", record.to_bytes())
         return record.digest
 
     def digests(self) -> list[str]:
@@ -299,7 +300,7 @@ def default_store() -> Store:
     return Store([*(said or [StateDirectory.default().path / "evidence"]), shipped()])
 
 
-def _put(folder: Path, name: str, data: bytes) -> None:
+def put_file(folder: Path, name: str, data: bytes) -> None:
     """Write a file so that no reader ever sees half of it."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
