@@ -51,11 +51,22 @@ def run(argv: list[str]) -> int:
     sub = command("path", "print where a shipped contract lies, for ISOEXEC_CONTRACT", _where)
     sub.add_argument("name", help="name of a shipped contract")
     command("schema", "print the JSON Schema of a contract", _schema)
-    sub = command("pin", "write source digests into a contract file", _pin)
+    sub = command("pin", "write the digests of sources and evidence into a contract file", _pin)
     sub.add_argument("file", type=Path, help="a contract file")
     pair = "FUNCTION=sha256:..."
     sub.add_argument(
-        "--source", action="append", required=True, metavar=pair, help="a digest; may be repeated"
+        "--source",
+        action="append",
+        default=[],
+        metavar=pair,
+        help="the digest of a kernel's source; may be repeated",
+    )
+    sub.add_argument(
+        "--evidence",
+        action="append",
+        default=[],
+        metavar="FUNCTION[|PROVIDER]=sha256:...",
+        help="the record that discharges a function's bindings and providers; may be repeated",
     )
     try:
         args = parser.parse_args(argv)
@@ -211,17 +222,24 @@ def _schema(args: argparse.Namespace) -> int:
 def _pin(args: argparse.Namespace) -> int:
     from isoexec.contracts.pinning import pin
 
-    sources: dict[str, str] = {}
-    for pair in args.source:
-        function, equals, digest = pair.partition("=")
-        if not equals or function in sources:
-            print(
-                f"isoexec contract pin: wanted each FUNCTION=sha256:... once, found {pair!r}", file=sys.stderr
-            )
-            return 2
-        sources[function] = digest
+    pairs: dict[str, dict[str, str]] = {"source": {}, "evidence": {}}
+    for option, found in pairs.items():
+        for pair in getattr(args, option):
+            name, equals, digest = pair.partition("=")
+            if not equals or name in found:
+                print(
+                    f"isoexec contract pin: wanted each --{option} NAME=sha256:... once, found {pair!r}",
+                    file=sys.stderr,
+                )
+                return 2
+            found[name] = digest
+    if not pairs["source"] and not pairs["evidence"]:
+        print("isoexec contract pin: give --source or --evidence", file=sys.stderr)
+        return 2
     if not args.file.exists():
         raise ContractError("is not there", path=str(args.file), fix="give the path of a contract file")
-    changed = pin(args.file, sources)
-    print(f"{args.file}: {len(changed)} source digests changed" + "".join(f"\n  {one}" for one in changed))
+    changed = pin(args.file, pairs["source"], pairs["evidence"])
+    print(
+        f"{args.file}: digests of {len(changed)} functions changed" + "".join(f"\n  {one}" for one in changed)
+    )
     return 0

@@ -300,14 +300,14 @@ def default_store() -> Store:
     return Store([*(said or [StateDirectory.default().path / "evidence"]), shipped()])
 
 
-def put_file(folder: Path, name: str, data: bytes) -> None:
+def put_file(folder: Path, name: str, data: bytes, *, mode: int = 0o644) -> None:
     """Write a file so that no reader ever sees half of it."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
     try:
         with os.fdopen(descriptor, "wb") as handle:
             handle.write(data)
-        Path(temporary).chmod(0o644)
+        Path(temporary).chmod(mode)
         Path(temporary).replace(folder / name)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
