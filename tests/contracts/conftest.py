@@ -35,9 +35,9 @@ def record_for(contract: Contract, function: str, provider: str) -> EvidenceReco
                 domain |= degrees_for(contract, binding)
             key = family, repr(sorted(binding.constants.items()))
             if key in checks:  # another region binds the function with these constants: one check covers both
-                held = checks[key].domain
-                names = {**held, **domain}
-                domain = {n: tuple(sorted({*held.get(n, ()), *domain.get(n, ())}, key=str)) for n in names}
+                before = checks[key].domain
+                names = {**before, **domain}
+                domain = {n: tuple(sorted({*before.get(n, ()), *domain.get(n, ())}, key=str)) for n in names}
             checks[key] = Check(
                 family=family,
                 constants=binding.constants,
