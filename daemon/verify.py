@@ -199,7 +199,19 @@ def _environment(contract: Contract, attestation: Attestation) -> list[Environme
     wanted: dict[str, tuple[str, ...]] = {"arch": (claim.arch,)}
     wanted |= {name: (value,) for name, value in claim.variables.items()}
     wanted |= {one.name: one.admitted for one in claim.versions}
+    wanted |= {name: (str(value),) for name, value in claim.switches.items()}
     breaks: list[EnvironmentBreak] = []
+    if attestation.environment.get("problem"):
+        # the process compared itself with what it was when the contract was installed
+        breaks.append(
+            EnvironmentBreak(
+                role=attestation.role,
+                source=attestation.source,
+                name="process",
+                wanted="as it was when the contract was installed",
+                found=str(attestation.environment["problem"]),
+            )
+        )
     for name, values in sorted(wanted.items()):
         found = attestation.environment.get(name)
         if found is None or (values and str(found) not in values):

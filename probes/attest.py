@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Mapping
 from typing import Any
@@ -11,36 +10,25 @@ from typing import Any
 import torch
 
 from isoexec.contracts import wire
+from isoexec.kernels import switches
 from isoexec.probes.client import Client, identities, installed_versions
 
 __all__ = ["environment", "send_attestation"]
 
-_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "VLLM_BATCH_INVARIANT",
-    "NCCL_ALGO",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "TORCHDYNAMO_DISABLE",
-)
-
 
 def environment() -> dict[str, Any]:
-    """Versions, build and switches that can change bits, read from the live process."""
-    found: dict[str, Any] = {
+    """Versions, machine, switches and variables that can change bits, read from the live process (`isoexec.kernels.switches`)."""
+    return {
         "python": platform.python_version(),
         "machine": platform.machine(),
+        "arch": (
+            f"sm_{''.join(map(str, torch.cuda.get_device_capability()))}"
+            if torch.cuda.is_available()
+            else "cpu"
+        ),
         **installed_versions(),
+        **switches.environment(),
     }
-    found["arch"] = (
-        f"sm_{''.join(map(str, torch.cuda.get_device_capability()))}" if torch.cuda.is_available() else "cpu"
-    )
-    found["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
-    found["threads"] = torch.get_num_threads()
-    found["deterministic_algorithms"] = torch.are_deterministic_algorithms_enabled()
-    found["blas_library"] = str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[2]
-    found["float32_matmul_precision"] = torch.get_float32_matmul_precision()
-    found.update({name: os.environ[name] for name in _VARIABLES if name in os.environ})
-    return found
 
 
 def send_attestation(
@@ -54,8 +42,12 @@ def send_attestation(
     environment_found: Mapping[str, Any] | None = None,
     rank: int | None = None,
     world: int | None = None,
+    problem: str | None = None,
 ) -> bool:
-    """Queue one attestation; ``regions`` are RegionReport dicts by region name."""
+    """Queue one attestation; ``regions`` are RegionReport dicts by region name.
+
+    ``problem`` is what is wrong with the process itself, and travels in its environment, where the daemon looks for it.
+    """
     return client.send(
         wire.Attestation,
         reason=reason,
@@ -63,7 +55,10 @@ def send_attestation(
         weight_version=weight_version,
         identities=identities(client.settings.contract),
         topology=dict(topology),
-        environment=dict(environment() if environment_found is None else environment_found),
+        environment={
+            **(environment() if environment_found is None else environment_found),
+            **({} if problem is None else {"problem": problem}),
+        },
         regions={name: dict(region) for name, region in regions.items()},
         rank=client.rank if rank is None else rank,
         world=client.world if world is None else world,

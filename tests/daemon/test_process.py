@@ -139,6 +139,7 @@ def test_a_fact_that_breaks_between_steps_halts_before_the_next_step_begins(
 ) -> None:
     trainer = peer(daemon, "trainer", run="facts", **contract_hello())
     degrees = {"TP": 2, "SP": 1, "PP": 1, "CP": 1, "EP": 1, "ETP": 1, "DP": 1}
+    switches = dict(Contract.load(library("qwen3-dense-cpu")).claims.environment.switches)
 
     def attest(**other: int) -> None:
         trainer.send(
@@ -147,7 +148,7 @@ def test_a_fact_that_breaks_between_steps_halts_before_the_next_step_begins(
             step=3,
             weight_version=4,
             topology={**degrees, **other},
-            environment={"arch": "cpu", "OMP_NUM_THREADS": "1", "torch": "2.13.0"},
+            environment={"arch": "cpu", "OMP_NUM_THREADS": "1", "torch": "2.13.0", **switches},
         )
 
     lease = LeasePage.open(daemon.state.run("facts").lease)

@@ -25,6 +25,7 @@ def attestation(contract: Contract, role: str, source: str = "", **changes: Any)
     claims = contract.claims.topology[role]
     environment = {"arch": contract.claims.environment.arch, **contract.claims.environment.variables}
     environment |= {one.name: (one.admitted or ("1.0",))[0] for one in contract.claims.environment.versions}
+    environment |= dict(contract.claims.environment.switches)
     regions = {}
     for name in contract.regions:
         case = next((case for case in contract.cases_of(role) if _binds(contract, name, case)), None)
@@ -154,6 +155,25 @@ def test_an_environment_that_is_another_or_unknown_is_a_break(contract: Contract
     assert ("arch", "sm_90") in {(one.name, one.found) for one in found(contract, other).environment}
     silent = dataclasses.replace(base, environment={})
     assert {one.found for one in found(contract, silent).environment} == {"unknown"}
+
+
+def test_a_switch_that_is_another_is_a_break_naming_switch_wanted_and_found(contract: Contract) -> None:
+    base = attestation(contract, "engine")
+    other = dataclasses.replace(base, environment={**base.environment, "flush_denormal": True})
+    (one,) = found(contract, other, attestation(contract, "trainer")).environment
+    assert (one.name, one.role, one.wanted, one.found) == ("flush_denormal", "engine", "False", "True")
+    silent = {k: v for k, v in base.environment.items() if k != "float32_matmul_precision"}
+    (one,) = found(contract, dataclasses.replace(base, environment=silent)).environment
+    assert (one.name, one.wanted, one.found) == ("float32_matmul_precision", "highest", "unknown")
+
+
+def test_what_a_process_says_is_wrong_with_itself_is_a_break(contract: Contract) -> None:
+    base = attestation(contract, "trainer")
+    moved = dataclasses.replace(
+        base, environment={**base.environment, "problem": "num_threads was 1 and is 4"}
+    )
+    (one,) = found(contract, moved).environment
+    assert (one.name, one.role, one.found) == ("process", "trainer", "num_threads was 1 and is 4")
 
 
 def test_one_version_for_all_processes(contract: Contract) -> None:
