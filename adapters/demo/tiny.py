@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes tiny, seeded Qwen3 checkpoints (config.json and safetensors) that both runtimes load; nothing is downloaded.
+"""Writes tiny, seeded Qwen3 and MiMo checkpoints (config.json and safetensors) that both runtimes load; nothing is downloaded.
 
 The initial weights are wider than Hugging Face's default: a standard deviation of 0.02 gives near-uniform
 logits, and those hide rounding differences.
@@ -15,6 +15,16 @@ from safetensors.torch import save_file
 
 WEIGHTS = "model.safetensors"
 
+MIMO_CONFIG = '''"""The configuration of this checkpoint: Qwen2's, under the name of MiMo."""
+
+from transformers import Qwen2Config
+
+
+class MiMoConfig(Qwen2Config):
+    model_type = "mimo"
+'''
+"""MiMo's configuration class comes with its checkpoints (``trust_remote_code``), for transformers has none."""
+
 
 def qwen3_weights(
     *,
@@ -27,8 +37,12 @@ def qwen3_weights(
     head_dim: int = 32,
     vocab: int = 512,
     dtype: torch.dtype = torch.float32,
+    mimo: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of one model by Hugging Face name; the same seed always gives the same bytes."""
+    """Return the tensors of one model by Hugging Face name; the same seed always gives the same bytes.
+
+    ``mimo`` gives query, key and value a bias and leaves the norms of their heads out.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, gain: float) -> torch.Tensor:
@@ -44,8 +58,12 @@ def qwen3_weights(
         weights[f"{at}self_attn.q_proj.weight"] = matrix(heads * head_dim, hidden, hidden**-0.5)
         weights[f"{at}self_attn.k_proj.weight"] = matrix(kv_heads * head_dim, hidden, hidden**-0.5)
         weights[f"{at}self_attn.v_proj.weight"] = matrix(kv_heads * head_dim, hidden, hidden**-0.5)
-        weights[f"{at}self_attn.q_norm.weight"] = scale(head_dim)
-        weights[f"{at}self_attn.k_norm.weight"] = scale(head_dim)
+        if mimo:
+            for part, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+                weights[f"{at}self_attn.{part}_proj.bias"] = matrix(1, count * head_dim, 0.5).view(-1)
+        else:
+            weights[f"{at}self_attn.q_norm.weight"] = scale(head_dim)
+            weights[f"{at}self_attn.k_norm.weight"] = scale(head_dim)
         o_width = heads * head_dim
         weights[f"{at}self_attn.o_proj.weight"] = matrix(hidden, o_width, o_width**-0.5)
         weights[f"{at}post_attention_layernorm.weight"] = scale(hidden)
@@ -96,7 +114,7 @@ def make_qwen3(
         dtype=dtype,
     )
     save_weights(folder / WEIGHTS, weights)
-    config = {
+    config: dict[str, object] = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "attention_bias": False,
@@ -125,4 +143,34 @@ def make_qwen3(
         "vocab_size": vocab,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return folder
+
+
+def make_mimo(path: Path | str, *, seed: int, drafts: bool = True) -> Path:
+    """Write a dense MiMo checkpoint of `make_qwen3`'s sizes to folder ``path``; return it.
+
+    ``drafts`` adds a layer for multi-token prediction, as published checkpoints have one: no logprob depends on it.
+    """
+    folder = make_qwen3(path, seed=seed)
+    weights = qwen3_weights(seed=seed, mimo=True)
+    if drafts:
+        at = "model.mtp_layers.0."
+        weights |= {
+            f"{at}{name.removeprefix('model.layers.0.')}": tensor.clone()
+            for name, tensor in weights.items()
+            if name.startswith("model.layers.0.")
+        }
+        weights[f"{at}input_proj.weight"] = torch.zeros(128, 256)
+    save_weights(folder / WEIGHTS, weights)
+    config = json.loads((folder / "config.json").read_text()) | {
+        "architectures": ["MiMoForCausalLM"],
+        "attention_bias": True,
+        "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
+        "model_type": "mimo",
+        "num_nextn_predict_layers": int(drafts),
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {"rope_theta": 640000.0, "rope_type": "default"},
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (folder / "configuration_mimo.py").write_text(MIMO_CONFIG)
     return folder

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from isoexec.adapters.base import (
-    REGIONS,
     CensusEntry,
     Enforcement,
     Plan,
@@ -18,6 +17,7 @@ from isoexec.adapters.base import (
     Report,
     RuntimeDescription,
     contract_from_env,
+    regions_of,
 )
 from isoexec.adapters.vllm import install, state
 from isoexec.adapters.vllm.engines import Engine, found_engine, require_engine
@@ -30,6 +30,16 @@ __all__ = ["VllmAdapter", "collect_reports", "engine_args", "report_of"]
 _EXTENSION = "isoexec.adapters.vllm.worker.IsoExecExtension"
 _QUANTIZATION = "isoexec"
 _MODES = ("raw_logprobs", "processed_logprobs")
+_UNREPORTED: dict[str, Any] = {
+    "object": "nothing",
+    "provider": "native",
+    "source": "",
+    "canary": None,
+    "expected_canary": None,
+    "reference_canary": None,
+    "enforcement": str(Enforcement.INSTALL_REFUSE),
+    "problem": "the worker does not report this region of the contract",
+}
 
 
 def engine_args(contract: Path | str | None = None, **user: Any) -> dict[str, Any]:
@@ -169,8 +179,9 @@ def report_of(raw: Mapping[str, Any], contract: Contract | None) -> Report:
     ours = contract.numerical_policy if contract is not None else None
     stranger = None if ours == theirs else f"the worker's contract is {theirs}, the driver's {ours}"
     regions = []
-    for name in REGIONS:
-        found = raw["regions"][name]
+    planned = regions_of(contract, install.ROLE) if contract is not None else ()
+    for name in dict.fromkeys((*raw["regions"], *planned)):
+        found = raw["regions"].get(name, _UNREPORTED)
         regions.append(
             RegionReport(
                 region=name,

@@ -40,9 +40,8 @@ def borrowed(bound: Any, **values: Any) -> Iterator[None]:
 
 def _put(bound: Any, name: str, value: Any, parameter: bool) -> None:
     if parameter:
-        bound._parameters[name] = (
-            value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
-        )
+        plain = value is None or isinstance(value, nn.Parameter)
+        bound._parameters[name] = value if plain else nn.Parameter(value, requires_grad=False)
     else:
         setattr(bound, name, value)
 
@@ -104,10 +103,12 @@ class Canary:
     def _k(self) -> int:
         return 2 * int(self._constants["k_block"]) * max(2, self._ranks)
 
-    def _linear(self, layer: Any, w: Tensor) -> Any:
-        """The loan of a weight; a layer of ours gets an empty pack beside it and keeps its own."""
+    def _linear(self, layer: Any, w: Tensor, bias: Tensor | None = None) -> Any:
+        """The loan of a weight and bias; a layer of ours gets an empty pack beside it and keeps its own."""
         packed = getattr(layer, "isoexec_packed", None)
-        beside = {} if packed is None else {"isoexec_packed": type(packed)(packed.k_block)}
+        beside: dict[str, Any] = {} if packed is None else {"isoexec_packed": type(packed)(packed.k_block)}
+        if bias is not None or getattr(layer, "bias", None) is not None:
+            beside["bias"] = bias
         return borrowed(layer, weight=w.clone(), **beside)
 
     def _column_linear(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
@@ -116,6 +117,17 @@ class Canary:
                 return _first(layer(x))
 
         return {"K": self._k()}, call
+
+    def _qkv_bias(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+        """The whole layer, with a weight that hands its input on unchanged."""
+        packed = getattr(layer, "isoexec_packed", None)
+        width = 128 if packed is None else 2 * int(packed.k_block)
+
+        def call(x: Tensor, bias: Tensor) -> Tensor:
+            with self._linear(layer, torch.eye(width, dtype=x.dtype), bias):
+                return _first(layer(x))
+
+        return {"width": width}, call
 
     def _row_linear(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
         def call(x: Tensor, w: Tensor) -> Tensor:

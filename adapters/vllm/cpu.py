@@ -5,6 +5,7 @@
 region               extension point                                                             where it is missing
 ===================  ==========================================================================  ==================
 column_linear        ``quantization="isoexec"`` (``register_quantization_config``)               engine refuses
+qkv_bias             the same                                                                    engine refuses
 row_linear           the same, and ``RowParallelLinear.register_oot`` for the hand-off           engine refuses
 lm_head              the same                                                                    engine refuses
 embedding            the same, and ``VocabParallelEmbedding.register_oot``                       engine refuses
@@ -20,10 +21,11 @@ What would run natively is why every worker reports what is really bound (`isoex
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import weakref
 from collections.abc import Callable
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +37,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
+    QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
     UnquantizedLinearMethod,
@@ -55,9 +58,10 @@ from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from isoexec.adapters.base import Plan
+from isoexec.adapters.base import Plan, regions_of
 from isoexec.adapters.vllm import state
 from isoexec.contracts.errors import InstallError
+from isoexec.kernels.bias import bias_add
 from isoexec.kernels.embedding import vocab_parallel_embedding
 from isoexec.kernels.linear import chain, hand_off, pack_weight
 from isoexec.kernels.rms_norm import add_rms_norm, rms_norm
@@ -135,6 +139,39 @@ def _packed(layer: Any) -> PackedWeight:
     return found
 
 
+_BIAS = state.Inside("qkv_bias")
+
+
+def _refuse_unowned_bias(layer: Any, region: str, name: str) -> None:
+    """Refuse a bias no region of the contract owns: every one but that of a query, key and value projection."""
+    if getattr(layer, "has_bias", False):
+        owned = isinstance(layer, QKVParallelLinear) and "qkv_bias" in regions_of(
+            state.required(region).contract, "engine"
+        )
+        refuse_unless(owned and not layer.skip_bias_add, region, "a linear without bias", f"a bias in {name}")
+
+
+def _with_bias(out: Tensor, bias: Tensor | None) -> Tensor:
+    """The rounded product plus its bias: the contract's where this process installs ``qkv_bias``, else torch's."""
+    if bias is None:
+        return out
+    if not state.installs("qkv_bias"):
+        return out + bias
+    with _BIAS:
+        return bias_add(out, bias.data)
+
+
+class BiasMethod(UnquantizedLinearMethod):
+    """The engine's own linear with the contract's bias, where a process installs ``qkv_bias`` and not ``column_linear``."""
+
+    def create_weights(self, layer: Any, *args: Any, **extra: Any) -> None:
+        _refuse_unowned_bias(layer, "qkv_bias", getattr(layer, "prefix", type(layer).__name__))
+        super().create_weights(layer, *args, **extra)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return _with_bias(super().apply(layer, x, None), bias)
+
+
 class ChainLinearMethod(LinearMethodBase):
     """Column-parallel linears: one K chain, ``layer.weight`` kept as loaded."""
 
@@ -154,9 +191,7 @@ class ChainLinearMethod(LinearMethodBase):
         **extra: Any,
     ) -> None:
         name = getattr(layer, "prefix", type(layer).__name__)
-        refuse_unless(
-            not getattr(layer, "has_bias", False), self.region, "a linear without bias", f"a bias in {name}"
-        )
+        _refuse_unowned_bias(layer, self.region, name)
         refuse_unless(
             input_size_per_partition % self.k_block == 0,
             self.region,
@@ -179,10 +214,10 @@ class ChainLinearMethod(LinearMethodBase):
         layer.isoexec_packed.of(layer.weight)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x`` [..., K] in the model dtype -> [..., N] in the model dtype, rounded once."""
-        refuse_unless(bias is None, self.region, "a linear without bias", "a bias")
+        """``x`` [..., K] in the model dtype -> [..., N] in the model dtype, rounded once, and once more after a bias."""
         with self._inside:
-            return chain(x, _packed(layer).of(layer.weight)).to(x.dtype)
+            out = chain(x, _packed(layer).of(layer.weight)).to(x.dtype)
+        return _with_bias(out, bias)
 
 
 class HeadMethod(ChainLinearMethod):
@@ -352,7 +387,10 @@ class IsoExecConfig(QuantizationConfig):
                 prefix,
             )
             region = "row_linear" if isinstance(layer, RowParallelLinear) else "column_linear"
-            return ChainLinearMethod(region) if state.installs(region) else UnquantizedLinearMethod()
+            if state.installs(region):
+                return ChainLinearMethod(region)
+            own_bias = isinstance(layer, QKVParallelLinear) and state.installs("qkv_bias")
+            return BiasMethod() if own_bias else UnquantizedLinearMethod()
         if isinstance(layer, ParallelLMHead):
             return HeadMethod("lm_head") if state.installs("lm_head") else UnquantizedEmbeddingMethod()
         if isinstance(layer, VocabParallelEmbedding):
@@ -367,6 +405,11 @@ _SWAPS: tuple[tuple[tuple[str, ...], type, type], ...] = (
     (("rope",), RotaryEmbedding, IsoExecRotaryEmbedding),
     (("silu_mul",), SiluAndMul, IsoExecSiluAndMul),
 )
+
+
+def _mimo() -> ModuleType:
+    """The module of one model family, which imports that family's classes."""
+    return importlib.import_module("isoexec.adapters.vllm.mimo")
 
 
 def install(plan: Plan) -> None:
@@ -391,6 +434,8 @@ def install(plan: Plan) -> None:
             )
     if plan.installs("attention"):
         register_backend(AttentionBackendEnum.CPU_ATTN, ATTENTION)
+    if plan.installs("norm") and "MiMoForCausalLM" in plan.contract.model.architectures:
+        _mimo().install()
 
 
 def remove() -> None:
@@ -400,6 +445,7 @@ def remove() -> None:
             del op_registry_oot[base.__name__]
     if registered()["attention"] == ATTENTION:
         AttentionBackendEnum.CPU_ATTN.clear_override()
+    _mimo().remove()
     if QUANTIZATION in QUANTIZATION_METHODS:
         QUANTIZATION_METHODS.remove(QUANTIZATION)
         _CUSTOMIZED_METHOD_TO_QUANT_CONFIG.pop(QUANTIZATION, None)
@@ -411,7 +457,7 @@ def registered() -> dict[str, str]:
     """Region -> what vLLM's registries hold for it in this process; an intention, never evidence of what runs."""
     config = _CUSTOMIZED_METHOD_TO_QUANT_CONFIG.get(QUANTIZATION)
     owner = f"{config.__module__}.{config.__qualname__}" if config is not None else "native"
-    found = dict.fromkeys(("column_linear", "lm_head"), owner)
+    found = dict.fromkeys(("column_linear", "qkv_bias", "lm_head"), owner)
     for regions, base, _ in _SWAPS:
         there = op_registry_oot.get(base.__name__, base)
         found |= dict.fromkeys(regions, f"{there.__module__}.{there.__qualname__}")

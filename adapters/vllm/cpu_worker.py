@@ -70,6 +70,8 @@ def model_facts(text: Any) -> dict[str, int]:
         "vocab_size": "vocab_size",
     }
     found = {fact: getattr(text, name, None) for fact, name in names.items()}
+    if found["head_dim"] is None and found["hidden_size"] and found["heads"]:
+        found["head_dim"] = found["hidden_size"] // found["heads"]  # what models of such a config build
     return {fact: int(value) for fact, value in found.items() if value is not None}
 
 
@@ -125,7 +127,10 @@ def _refuse_outside_domain(config: Any, contract: Any) -> None:
         "choose a contract for this model",
     )
     refuse_unless(
-        not getattr(text, "attention_bias", False), "column_linear", "no attention bias", "attention_bias"
+        not getattr(text, "attention_bias", False) or "qkv_bias" in contract.regions,
+        "column_linear",
+        "no attention bias",
+        "attention_bias",
     )
     refuse_unless(
         not getattr(text, "tie_word_embeddings", False), "lm_head", "an untied head", "tied embeddings"
@@ -210,6 +215,13 @@ class IsoExecCPUWorker(CPUWorker, IsoExecExtension):
     def load_model(self, **kwargs: Any) -> None:
         """Load the model and tell each norm which region it serves."""
         super().load_model(**kwargs)
+        if (
+            state.installs("norm")
+            and "MiMoForCausalLM" in state.required("norm").contract.model.architectures
+        ):
+            from isoexec.adapters.vllm import mimo
+
+            mimo.check(self.get_model())
         for name, module in self.get_model().named_modules():
             if isinstance(module, IsoExecRMSNorm) and name.endswith(("q_norm", "k_norm")):
                 module.isoexec_region = "qk_norm"

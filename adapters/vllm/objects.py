@@ -8,7 +8,7 @@ from typing import Any
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
+from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, RowParallelLinear
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -48,7 +48,9 @@ def bound_objects(runner: Any) -> dict[str, list[tuple[str, Any]]]:
         region = _region_of(name, module)
         if region is not None:
             found[region].append((name, module))
-        elif isinstance(module, Attention):
+        if isinstance(module, ColumnParallelLinear) and module.bias is not None:
+            found["qkv_bias"].append((name, module))
+        if isinstance(module, Attention):
             found["attention"].append((name, module))
     found["logprobs"].append(("sampler", runner.sampler))
     return found

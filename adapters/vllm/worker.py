@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from isoexec.adapters.base import REGIONS, Enforcement, RegionReport, reference_canary
+from isoexec.adapters.base import REGIONS, Enforcement, RegionReport, reference_canary, regions_of
 from isoexec.adapters.vllm import state
 from isoexec.adapters.vllm.census import Census
 from isoexec.adapters.vllm.engines import found_engine
@@ -120,14 +120,17 @@ class IsoExecExtension:
         return plain({"operators": dict(census.outside), "steps": census.steps, "inside": census.inside})
 
     def _isoexec_regions(self) -> list[RegionReport]:
-        """One report a region; every object of a region is called, for one of them may be replaced alone."""
+        """One report a region of the contract or the model; every object is called, for one may be replaced alone."""
         objects = bound_objects(self.model_runner)
+        plan = state.active()
+        planned = regions_of(plan.contract, "engine") if plan is not None else ()
         reports = []
-        for region in REGIONS:
-            served = [f"{name}: {described(bound)}" for name, bound in objects[region]]
-            split = self._isoexec_disagreement(served)
-            names = ", ".join(sorted({described(bound) for _, bound in objects[region]})) or "nothing"
-            reports.append(self._isoexec_region(region, objects[region], names, split))
+        for region in dict.fromkeys((*REGIONS, *planned)):
+            here = objects.get(region, [])
+            split = self._isoexec_disagreement([f"{name}: {described(bound)}" for name, bound in here])
+            names = ", ".join(sorted({described(bound) for _, bound in here})) or "nothing"
+            if here or split or region in planned:
+                reports.append(self._isoexec_region(region, here, names, split, region in planned))
         return reports
 
     def _isoexec_disagreement(self, served: list[str]) -> str | None:
@@ -147,11 +150,12 @@ class IsoExecExtension:
         return None
 
     def _isoexec_region(
-        self, region: str, objects: list[tuple[str, Any]], names: str, split: str | None
+        self, region: str, objects: list[tuple[str, Any]], names: str, split: str | None, planned: bool
     ) -> RegionReport:
         plan = state.active()
         binding = plan.binding(region) if plan is not None else None
         if plan is None or binding is None:
+            stray = plan is not None and not planned and any(b.enforcement.refuses for b in plan.bindings)
             return RegionReport(
                 region=region,
                 object=names,
@@ -159,7 +163,8 @@ class IsoExecExtension:
                 source="",
                 canary=None,
                 expected_canary=None,
-                enforcement=Enforcement.OFF,
+                enforcement=Enforcement.INSTALL_REFUSE if stray else Enforcement.OFF,
+                problem="the contract has no such region, and the model runs one" if stray else None,
             )
         from isoexec.adapters.vllm.canaries import Canary
 
