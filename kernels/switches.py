@@ -35,7 +35,7 @@ Value = bool | int | str
 
 @dataclass(frozen=True, kw_only=True)
 class Switch:
-    """One switch: ``how`` is ``effect`` (computed and looked at) or ``getter`` (torch is asked); ``changes``, what bits it moves."""
+    """One switch: ``how`` is ``effect`` (computed and seen) or ``getter`` (torch is asked); ``changes``, what bits it moves."""
 
     name: str
     how: str
