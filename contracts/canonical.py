@@ -16,6 +16,7 @@ __all__ = ["encode", "normal"]
 
 _INT_MIN, _INT_MAX = -(2**63), 2**63 - 1
 _DEPTH = 64
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def normal(obj: object, field: str = "") -> object:
@@ -25,9 +26,7 @@ def normal(obj: object, field: str = "") -> object:
 
 def encode(obj: object) -> bytes:
     """Return the canonical UTF-8 bytes; raises ContractError for floats, wide integers and other types."""
-    plain = normal(obj)
-    text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return text.encode("utf-8")
+    return _ENCODER.encode(normal(obj)).encode("utf-8")
 
 
 def _normal(obj: object, field: str, depth: int) -> object:
@@ -69,6 +68,8 @@ def _mapping(obj: Mapping[object, object], field: str, depth: int) -> dict[str, 
 
 
 def _text(text: str, field: str) -> str:
+    if text.isascii():
+        return str(text)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -137,8 +137,14 @@ def _label(value: object) -> str:
 
 
 def _same(a: object, b: object) -> bool:
-    # bytes tell true from 1, which Python's == does not
-    return type(a) is type(b) and encode(a) == encode(b)
+    # types tell true from 1, which Python's == does not
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(value, b[key]) for key, value in a.items())
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a == b
 
 
 def _records(value: object) -> TypeGuard[list[Mapping[str, object]]]:

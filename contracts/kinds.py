@@ -12,6 +12,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from functools import cache
 from typing import Any
 
 from isoexec.contracts.canonical import encode, normal
@@ -31,6 +32,7 @@ __all__ = [
     "read_record",
     "schema_of",
     "wire",
+    "wire_fields",
     "write_record",
 ]
 
@@ -172,9 +174,7 @@ class ListOf(Kind):
         out, seen = [], set[bytes]()
         for index, entry in enumerate(value):
             read = self.item.read(entry, place.at(index))
-            written = self.item.write(read)
-            if self.key and isinstance(written, dict):
-                written = [written.get(name) for name in self.key]
+            written = self._label(read) if self.key else self.item.write(read)
             name = encode(written)
             if name in seen:
                 label = ", ".join(map(str, written)) if self.key and isinstance(written, list) else written
@@ -182,6 +182,10 @@ class ListOf(Kind):
             seen.add(name)
             out.append(read)
         return tuple(out)
+
+    def _label(self, record: Any) -> list[object]:
+        kinds = {name: (attribute, kind) for name, attribute, kind, *_ in wire_fields(type(record))}
+        return [kind.write(getattr(record, at)) for at, kind in (kinds[name] for name in self.key)]
 
     def write(self, value: Any) -> list[object]:
         return sorted((self.item.write(entry) for entry in value), key=encode)
@@ -255,22 +259,23 @@ def wire(kind: Kind, doc: str, *, default: Any = dataclasses.MISSING, name: str 
     return dataclasses.field(metadata=meta, default=default)
 
 
-def _fields(cls: type) -> list[tuple[str, str, Kind, str, Any]]:
-    """Return (wire name, attribute, kind, doc, default or MISSING) of each field."""
+@cache
+def wire_fields(cls: type) -> tuple[tuple[str, str, Kind, str, Any], ...]:
+    """Return (wire name, attribute, kind, doc, default or MISSING) of each field of a record, in order."""
     out = []
     for f in dataclasses.fields(cls):
         default: Any = f.default
         if f.default_factory is not dataclasses.MISSING:
             default = f.default_factory()
         out.append((f.metadata["name"] or f.name, f.name, f.metadata["kind"], f.metadata["doc"], default))
-    return out
+    return tuple(out)
 
 
 def read_record(cls: type, value: object, place: Place) -> Any:
     """Build `cls` from a mapping; raises ContractError for a missing, unknown or ill-typed field."""
     if not isinstance(value, Mapping):
         raise _wrong(place, "a mapping", value)
-    fields = _fields(cls)
+    fields = wire_fields(cls)
     known = [name for name, *_ in fields]
     for name in value:
         if name not in known:
@@ -294,7 +299,7 @@ def read_record(cls: type, value: object, place: Place) -> Any:
 def write_record(record: Any) -> dict[str, object]:
     """Return the canonical dict of a record: sets in order, fields at their default left out."""
     out: dict[str, object] = {}
-    for name, attribute, kind, _, default in _fields(type(record)):
+    for name, attribute, kind, _, default in wire_fields(type(record)):
         value = getattr(record, attribute)
         if value is None or (default is not dataclasses.MISSING and value == default):
             continue
@@ -306,7 +311,7 @@ def schema_of(cls: type, defs: dict[str, object]) -> dict[str, object]:
     """Return the JSON Schema of a record, adding the records it mentions to `defs`."""
     properties: dict[str, object] = {}
     required: list[str] = []
-    for name, _, kind, doc, default in _fields(cls):
+    for name, _, kind, doc, default in wire_fields(cls):
         shape = kind.describe(defs)
         if default is dataclasses.MISSING:
             required.append(name)
