@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from functools import cache
 from typing import Any
 
@@ -145,6 +144,8 @@ class Amount(Kind):
         return self.write(value)
 
     def write(self, value: Any) -> str:
+        from decimal import Decimal  # loaded where a contract has a decimal, which few have
+
         _, digits, exponent = Decimal(str(value)).as_tuple()
         shift = exponent if isinstance(exponent, int) else 0
         kept = list(digits)
@@ -184,7 +185,7 @@ class ListOf(Kind):
         return tuple(out)
 
     def _label(self, record: Any) -> list[object]:
-        kinds = {name: (attribute, kind) for name, attribute, kind, *_ in wire_fields(type(record))}
+        kinds = {name: (attribute, kind) for name, attribute, kind, *_ in wire_fields(record.__class__)}
         return [kind.write(getattr(record, at)) for at, kind in (kinds[name] for name in self.key)]
 
     def write(self, value: Any) -> list[object]:
@@ -299,7 +300,7 @@ def read_record(cls: type, value: object, place: Place) -> Any:
 def write_record(record: Any) -> dict[str, object]:
     """Return the canonical dict of a record: sets in order, fields at their default left out."""
     out: dict[str, object] = {}
-    for name, attribute, kind, _, default in wire_fields(type(record)):
+    for name, attribute, kind, _, default in wire_fields(record.__class__):
         value = getattr(record, attribute)
         if value is None or (default is not dataclasses.MISSING and value == default):
             continue

@@ -2,26 +2,38 @@
 """The console script `isoexec`: finds a subcommand by entry point and loads its module only when it runs.
 
 A subcommand is an entry point of group `isoexec.commands` naming a function `(argv: list[str]) -> int`. The list of
-commands shows the first line of that function's docstring, read from its source without importing it.
+commands shows the first line of that function's docstring, read from its source without importing it. The commands of
+this folder are found without the entry points, which take longer to read than a contract.
 
 Exit codes: what the subcommand returns; 1 for an error of ours, 2 for an unknown command, 130 when interrupted.
 """
 
 from __future__ import annotations
 
-import ast
-import difflib
 import os
 import sys
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from isoexec.contracts.errors import IsoExecError
 
-__all__ = ["GROUP", "main"]
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+    from pathlib import Path
+
+__all__ = ["GROUP", "OWN", "main"]
 
 GROUP = "isoexec.commands"
+OWN = {"contract": "isoexec.contracts.cli:run", "clear": "isoexec.contracts.cli:clear"}
+"""The commands of this folder, as the package's entry points name them too."""
+
+
+def entry_points(*, group: str) -> Iterable[EntryPoint]:
+    """Return the installed entry points of a group."""
+    from importlib import metadata
+
+    return metadata.entry_points(group=group)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,6 +55,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _dispatch(args: list[str]) -> int:
+    if args and args[0] in OWN:
+        module, _, name = OWN[args[0]].partition(":")
+        own: Callable[[list[str]], int] = getattr(import_module(module), name)
+        return own(args[1:])
     commands = {point.name: point for point in entry_points(group=GROUP)}
     if not args or args[0] in {"-h", "--help", "help"}:
         print(_overview(commands))
@@ -52,6 +68,8 @@ def _dispatch(args: list[str]) -> int:
         return 0
     point = commands.get(args[0])
     if point is None:
+        import difflib
+
         near = difflib.get_close_matches(args[0], commands, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(commands))}"
         print(f"isoexec: no command {args[0]!r}; {hint}", file=sys.stderr)
@@ -74,6 +92,9 @@ def _overview(commands: dict[str, EntryPoint]) -> str:
 
 def _summary(point: EntryPoint) -> str:
     """Return the first line of the command's docstring, or "" where its source cannot be found."""
+    from importlib.util import find_spec
+    from pathlib import Path
+
     module, _, attribute = point.value.partition(":")
     top, *rest = module.split(".")
     spec = find_spec(top)
@@ -85,6 +106,8 @@ def _summary(point: EntryPoint) -> str:
 
 
 def _docstring(path: Path, function: str) -> str:
+    import ast
+
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError):
@@ -96,6 +119,8 @@ def _docstring(path: Path, function: str) -> str:
 
 
 def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return f"isoexec {version('isoexec')}"
     except PackageNotFoundError:

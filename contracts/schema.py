@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.resources import files
 from pathlib import Path
 
 from isoexec.contracts.errors import ContractError
@@ -183,7 +182,7 @@ class Contract:
 
 def library(name: str = "") -> Path:
     """Return the path of a shipped contract, or of their folder for ""; refuses an unknown name."""
-    folder = Path(str(files("isoexec.contracts"))) / "library"
+    folder = Path(__file__).parent / "library"
     if not name:
         return folder
     path = folder / f"{name}.yaml"

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -40,6 +41,21 @@ def test_the_bare_command_lists_the_others_with_a_line_each(capsys: Capture) -> 
     out = capsys.readouterr().out
     assert "  contract  Check, read, compare and pin contracts." in out
     assert "  clear     Clear a halted run" in out
+
+
+def test_the_commands_found_without_entry_points_are_the_packages() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    named = project["project"]["entry-points"][console.GROUP]
+    assert {name: at for name, at in named.items() if at.startswith("isoexec.contracts.")} == console.OWN
+
+
+def test_a_contract_command_loads_no_more_than_it_needs() -> None:
+    code = (
+        "import sys; from isoexec.contracts.main import main; main(['contract', 'digest', 'qwen3-dense-cpu']);"
+        "print(sorted({'importlib.metadata', 'email', 'zipfile', 'numpy', 'torch', 'msgpack'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.stdout.endswith("\n[]\n"), done.stdout + done.stderr
 
 
 def test_an_unknown_command_names_the_near_miss(capsys: Capture) -> None:
