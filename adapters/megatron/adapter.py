@@ -23,7 +23,11 @@ from isoexec.adapters.megatron import census as census_of
 from isoexec.adapters.megatron import verifying
 from isoexec.adapters.megatron.attention import ContractCoreAttention
 from isoexec.adapters.megatron.clipping import bind_grad_norm
-from isoexec.adapters.megatron.layers import Contracted, contract_residual_add
+from isoexec.adapters.megatron.layers import (
+    ContractColumnParallelLinear,
+    Contracted,
+    contract_residual_add,
+)
 from isoexec.adapters.megatron.logprobs import TokenLogprobs
 from isoexec.adapters.megatron.slots import Slot, facts_of, slots, topology_of, uncovered
 from isoexec.adapters.megatron.weights import unwrap
@@ -110,9 +114,9 @@ class MegatronAdapter:
         if self._model is not None:
             for slot in slots(self._model):
                 text = f"{slot.path}: {verifying.name_of(slot.module)}"
-                modules.setdefault(slot.region, []).append(text)
-                if slot.region == "attention":
-                    modules.setdefault("rope", []).append(text)
+                for region in slot.regions:
+                    if region != "qkv_bias" or slot.module.bias is not None:
+                        modules.setdefault(region, []).append(text)
             bound = getattr(self._model, "token_logprobs", None)
             if self._model.post_process:
                 modules["logprobs"] = [
@@ -151,7 +155,7 @@ class MegatronAdapter:
                 region="plan", wanted="one plan", found="another plan installed", fix="call remove() first"
             )
         check_topology(plan.contract, self.role, self.topology())
-        refused = _refused_facts(plan, model) + uncovered(model)
+        refused = _refused_facts(plan, model) + uncovered(model, plan.contract.regions)
         if refused and any(b.enforcement.refuses for b in plan.bindings):
             raise InstallError(
                 region="model",
@@ -193,8 +197,7 @@ class MegatronAdapter:
             self._set(self.model, "token_logprobs", TokenLogprobs(logprobs, self.model.pg_collection.tp))
 
     def _bindings_of(self, slot: Slot, plan: Plan) -> dict[str, Binding | None]:
-        regions = ("attention", "rope") if slot.wanted is ContractCoreAttention else (slot.region,)
-        return {r: plan.binding(r) if plan.installs(r) else None for r in regions}
+        return {r: plan.binding(r) if plan.installs(r) else None for r in slot.regions}
 
     def _fill(self, slot: Slot, bindings: dict[str, Binding | None]) -> None:
         module = slot.module
@@ -209,6 +212,8 @@ class MegatronAdapter:
                     fix="build the model from rewrite_spec(spec, plan)",
                 )
             module = slot.wanted.adopt(module)
+        if isinstance(module, ContractColumnParallelLinear):
+            module.biased = slot.name == "linear_qkv" and bool(self.model.config.add_qkv_bias)
         problem = module.unfit()
         if problem is not None:
             raise InstallError(
@@ -218,6 +223,9 @@ class MegatronAdapter:
             setattr(module, "tp_group", slot.group)  # noqa: B010 only some contract classes have it
         if isinstance(module, ContractCoreAttention):
             module.bind(bindings["attention"], rope=bindings["rope"], rope_base=float(self.model.rotary_base))
+            self._undo.append(lambda: module.bind(None))
+        elif isinstance(module, ContractColumnParallelLinear):
+            module.bind(bindings[slot.region], bias=bindings.get("qkv_bias"))
             self._undo.append(lambda: module.bind(None))
         else:
             module.bind(bindings[slot.region])

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from isoexec.adapters.base import Binding
 from isoexec.contracts.errors import InstallError
+from isoexec.kernels import bias as bias_kernel
 from isoexec.kernels import embedding as embedding_kernel
 from isoexec.kernels import linear as linear_kernel
 from isoexec.kernels import rms_norm as norm_kernel
@@ -97,9 +98,11 @@ class Contracted:
         return new
 
 
-def _linear_unfit(module: Any) -> str | None:
-    if module.bias is not None:
+def _linear_unfit(module: Any, biased: bool = False) -> str | None:
+    if module.bias is not None and not biased:
         return "a bias, and the contract's linear has none"
+    if biased and (module.bias is None or module.skip_bias_add):
+        return "no bias to add here, and the contract's linear has one"
     if module.is_expert:
         return "an expert layer"
     if getattr(module, "gradient_accumulation_fusion", False):
@@ -110,11 +113,17 @@ def _linear_unfit(module: Any) -> str | None:
 
 
 class ContractColumnParallelLinear(Contracted, ColumnParallelLinear):
-    """``linear.chain`` over K for each output column this rank holds; the input gradient is a chain over N from rank to rank."""
+    """``linear.chain`` over K for each output column this rank holds; the input gradient is a chain over N from rank to rank.
+
+    Where the contract has ``qkv_bias``, the projection of query, key and value also adds its bias by ``bias.add``; either of the
+    two regions may be left to Megatron.
+    """
 
     region = "column_linear"
     stock = (ColumnParallelLinear,)
     interleave = 1
+    biased = False
+    bias_binding: Binding | None = None
 
     def __init__(self, *args: Any, stride: int = 1, **options: Any) -> None:
         super().__init__(*args, stride=stride, **options)
@@ -127,12 +136,16 @@ class ContractColumnParallelLinear(Contracted, ColumnParallelLinear):
         new.interleave = getattr(weight, "partition_stride", 1) if weight is not None else 1
         return new
 
+    def bind(self, binding: Binding | None, bias: Binding | None = None) -> None:
+        """``binding`` and ``bias`` are None for a region Megatron keeps; both None unbinds."""
+        self.binding, self.bias_binding = binding, bias
+
     def unfit(self) -> str | None:
         if self.gather_output:
             return "gather_output=True; keep the output parallel"
         if self.disable_grad_reduce:
             return "disable_grad_reduce=True"
-        return _linear_unfit(self)
+        return _linear_unfit(self, self.biased)
 
     def compute(self, x: Tensor, weight: Tensor, group: ProcessGroup | None) -> Tensor:
         """Multiply x [s, b, K] (this rank's rows under sequence parallelism), weight [N/t, K] -> [s, b, N/t], x's dtype."""
@@ -144,6 +157,10 @@ class ContractColumnParallelLinear(Contracted, ColumnParallelLinear):
             sequence_parallel=self.sequence_parallel and group is not None,
             interleave=self.interleave,
         )
+
+    def compute_bias(self, x: Tensor, bias: Tensor) -> Tensor:
+        """Add bias [N/t] to the rounded product x [s, b, N/t] of all tokens -> the same shape and dtype."""
+        return bias_kernel.bias_add(x, bias)
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -157,7 +174,22 @@ class ContractColumnParallelLinear(Contracted, ColumnParallelLinear):
                 fix="leave it False; the contract's logprobs need no gather",
             )
         weight = self.weight if weight is None else weight
-        return self.compute(input_, weight, solo(self.tp_group)), None
+        if self.binding is None and self.bias_binding is not None:
+            out = self._without_bias(input_, weight)
+        else:
+            out = self.compute(input_, weight, solo(self.tp_group))
+        if self.bias_binding is not None:
+            return self.compute_bias(out, self.bias), None
+        return (out if self.bias is None else out + self.bias), None
+
+    def _without_bias(self, input_: Tensor, weight: Tensor) -> Tensor:
+        """Megatron's own product."""
+        self.skip_bias_add = True
+        try:
+            out: Tensor = super().forward(input_, weight)[0]
+        finally:
+            self.skip_bias_add = False
+        return out
 
 
 class ContractHead(ContractColumnParallelLinear):

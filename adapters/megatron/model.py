@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds a GPTModel from a Hugging Face Qwen3 folder, native or under a contract, on the process groups Megatron already has."""
+"""Builds a GPTModel from a Hugging Face folder of a dense Qwen3, MiMo or Qwen2, native or under a contract.
+
+The process groups are those Megatron already has.  MiMo's layers for multi-token prediction are left out: they draft tokens.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,9 @@ from isoexec.contracts.schema import Contract
 __all__ = ["SequenceParallelRMSNorm", "build", "read_hf_config", "stock_spec", "transformer_config"]
 
 
+_FAMILIES = ("qwen3", "mimo", "qwen2")
+
+
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm, marked so that Megatron sums its gradient over sequence-parallel ranks; its own wrapper refuses those."""
 
@@ -36,20 +42,29 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
 
 
 def read_hf_config(folder: Path | str) -> dict[str, Any]:
-    """The folder's config.json; WeightError when it is not a Qwen3 this module can build."""
+    """The folder's config.json; WeightError when it is no dense model this module can build."""
     hf: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    family = hf.get("model_type")
+    width = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     for wanted, found in (
-        ("model_type qwen3", hf.get("model_type") == "qwen3"),
-        ("attention_bias false", not hf.get("attention_bias")),
+        (f"model_type {', '.join(_FAMILIES)}", family in _FAMILIES),
+        ("attention_bias false in Qwen3", family != "qwen3" or not hf.get("attention_bias")),
+        ("attention_bias in MiMo", family != "mimo" or hf.get("attention_bias", True)),
+        (
+            f"head_dim x num_attention_heads to be hidden_size in {family}",
+            family == "qwen3" or width * hf["num_attention_heads"] == hf["hidden_size"],
+        ),
         ("hidden_act silu", hf.get("hidden_act", "silu") == "silu"),
         ("no sliding window", not hf.get("use_sliding_window")),
         ("a whole rope_theta, as Megatron takes one", rotary_base(hf).is_integer()),
         ("an unscaled rotary table", rope.get("rope_type", "default") == "default"),
     ):
         if not found:
-            raise WeightError(f"{folder}/config.json: wanted {wanted}; this adapter builds dense Qwen3")
-    return hf
+            raise WeightError(
+                f"{folder}/config.json: wanted {wanted}, found model_type {family}; this adapter builds dense models"
+            )
+    return hf | {"head_dim": width}
 
 
 def rotary_base(hf: dict[str, Any]) -> float:
@@ -66,7 +81,10 @@ def transformer_config(
     recompute: bool = False,
     **more: Any,
 ) -> TransformerConfig:
-    """Megatron's configuration of a Qwen3: no dropout, no bias, no fusion; ``recompute`` recomputes every layer in backward."""
+    """Megatron's configuration of such a model: no dropout, no fusion; ``recompute`` recomputes every layer in backward.
+
+    Qwen3 norms query and key heads; MiMo and Qwen2 have a bias on query, key and value instead.
+    """
     layers, pp = hf["num_hidden_layers"], groups.pp.size()
     if recompute:
         more = {
@@ -89,7 +107,8 @@ def transformer_config(
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        qk_layernorm=True,
+        add_qkv_bias=hf["model_type"] != "qwen3",
+        qk_layernorm=hf["model_type"] == "qwen3",
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
@@ -112,9 +131,11 @@ def transformer_config(
 
 def stock_spec(config: TransformerConfig, groups: ProcessGroupCollection) -> TransformerBlockSubmodules:
     """Megatron's own local spec of this stage's layers, with norms that sequence parallelism can use."""
-    layer = get_gpt_layer_local_submodules(qk_layernorm=True, normalization="RMSNorm")
+    layer = get_gpt_layer_local_submodules(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     norm = SequenceParallelRMSNorm
-    heads = dataclasses.replace(layer.self_attention.submodules, q_layernorm=norm, k_layernorm=norm)
+    heads = layer.self_attention.submodules
+    if config.qk_layernorm:
+        heads = dataclasses.replace(heads, q_layernorm=norm, k_layernorm=norm)
     layer = dataclasses.replace(
         layer,
         input_layernorm=norm,
@@ -138,7 +159,7 @@ def build(
     load: bool = True,
     **config: Any,
 ) -> GPTModel:
-    """Build this rank's GPTModel of a Hugging Face Qwen3 folder, with its weights, native or with ``contract`` installed.
+    """Build this rank's GPTModel of a Hugging Face folder, with its weights, native or with ``contract`` installed.
 
     Tensor- and pipeline-parallel degrees are those ``parallel_state`` was initialised with.  ``model.isoexec_adapter`` is the
     installed adapter, or None.  Under a contract an unproven topology, dtype or model raises before anything can be scored.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,14 +54,22 @@ class Slot:
     def module(self) -> Any:
         return getattr(self.owner, self.name)
 
+    @property
+    def regions(self) -> tuple[str, ...]:
+        """The slot's own region, then the one its module computes besides."""
+        more = {"core_attention": ("rope",), "linear_qkv": ("qkv_bias",)}
+        return (self.region, *more.get(self.name, ()))
+
 
 def slots(model: Any) -> Iterator[Slot]:
-    """Every slot of this pipeline stage; ``model`` is the GPTModel itself. The core attention slot also serves ``rope``."""
+    """Every slot of this pipeline stage; ``model`` is the GPTModel itself. `Slot.regions` names what else a slot serves."""
     group = model.pg_collection.tp
     if model.pre_process:
         yield _slot("embedding", "embedding.word_embeddings", model, ContractEmbedding, group)
     for index, layer in enumerate(model.decoder.layers):
         for region, path, wanted in PER_LAYER:
+            if region == "qk_norm" and not model.config.qk_layernorm:
+                continue
             yield _slot(region, path, layer, wanted, layer.tp_group, prefix=f"decoder.layers.{index}.")
     if model.post_process:
         yield _slot("norm", "decoder.final_layernorm", model, ContractRMSNorm, group)
@@ -105,7 +113,6 @@ _ADMITTED: dict[str, tuple[Any, ...]] = {
     "gated_linear_unit": (True,),
     "activation_func": (silu,),
     "add_bias_linear": (False,),
-    "add_qkv_bias": (False,),
     "hidden_dropout": (0.0,),
     "attention_dropout": (0.0,),
     "layernorm_zero_centered_gamma": (False,),
@@ -136,12 +143,13 @@ _ADMITTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def uncovered(model: Any) -> list[str]:
-    """What in the model's configuration no region covers, one line each; empty for a model the contract can hold."""
+def uncovered(model: Any, regions: Collection[str]) -> list[str]:
+    """What in the model's configuration no region of a contract covers, one line each, and what a region covers in vain."""
     config = model.config
+    parts = {"add_qkv_bias": ("qkv_bias" in regions,), "qk_layernorm": ("qk_norm" in regions,)}
     lines = [
         f"{name}={getattr(config, name)!r}, the contract covers {' or '.join(map(repr, admitted))}"
-        for name, admitted in _ADMITTED.items()
+        for name, admitted in (_ADMITTED | parts).items()
         if hasattr(config, name) and getattr(config, name) not in admitted
     ]
     if config.params_dtype not in (torch.bfloat16, torch.float32):

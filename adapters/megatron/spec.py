@@ -57,7 +57,9 @@ def rewrite_spec(spec: Any, plan: Plan) -> Any:
 
 def _class(name: str, plan: Plan, field: str) -> Any:
     """The contract class for a class name met in a field, or None where the plan leaves it."""
-    if name in _COLUMN | _FUSED and plan.installs("column_linear"):
+    if name in _COLUMN | _FUSED and (
+        plan.installs("column_linear") or (field == "linear_qkv" and plan.installs("qkv_bias"))
+    ):
         return ContractColumnParallelLinear
     if name in _ROW and plan.installs("row_linear"):
         return ContractRowParallelLinear

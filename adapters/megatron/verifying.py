@@ -30,7 +30,7 @@ from isoexec.kernels import registry
 
 __all__ = ["bound_objects", "name_of", "region_report"]
 
-_METHODS = ("forward", "__call__", "compute", "compute_rope")
+_METHODS = ("forward", "__call__", "compute", "compute_bias", "compute_rope")
 _OURS: dict[type, dict[str, Any]] = {
     cls: {m: inspect.getattr_static(cls, m) for m in _METHODS if hasattr(cls, m)}
     for cls in (
@@ -57,9 +57,8 @@ def name_of(obj: Any) -> str:
 
 def bound_objects(model: Any, region: str) -> Iterator[tuple[str, Any, type]]:
     """(path, object, class wanted) of everything that serves a region on this pipeline stage."""
-    at = "attention" if region == "rope" else region
     for slot in slots(model):
-        if slot.region == at:
+        if region in slot.regions:
             yield slot.path, slot.module, slot.wanted
     if region == "logprobs" and model.post_process:
         yield "token_logprobs", getattr(model, "token_logprobs", None), TokenLogprobs
@@ -74,9 +73,11 @@ def _problem(path: str, obj: Any, wanted: type, binding: Binding) -> str | None:
             return f"{path}.{name} was set on the object"
         if inspect.getattr_static(wanted, name) is not method:
             return f"{wanted.__name__}.{name} was replaced"
-    held = obj.rope_binding if binding.region == "rope" else obj.binding
+    held = getattr(obj, {"rope": "rope_binding", "qkv_bias": "bias_binding"}.get(binding.region, "binding"))
     if held != binding:
         return f"{path} is bound to {held}"
+    if binding.region == "qkv_bias" and obj.bias is None:
+        return f"{path} has no bias"
     return None
 
 
@@ -165,6 +166,8 @@ def _call(region: str, o: Any) -> Callable[..., Tensor]:
             return lambda x, w, eps: o.compute(x.unsqueeze(1), w, eps, None)
         case "rope":
             return o.compute_rope
+        case "qkv_bias":
+            return o.compute_bias
         case "attention" | "silu_mul":
             return o.compute
         case "logprobs":

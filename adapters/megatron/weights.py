@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves weights between a GPTModel's shards and Hugging Face Qwen3 names: load, export, save, and digests without a gather.
+"""Moves weights between a GPTModel's shards and Hugging Face names: load, export, save, and digests without a gather.
 
 One table says which part of which parameter is which block of which named tensor; loading, exporting and digesting all read it.
 Megatron fuses query, key and value per query group, and a rank's gate rows with its up rows.
@@ -35,6 +35,8 @@ _NORMS = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
 }
+_HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+_DRAFTS = "model.mtp_layers."  # of MiMo: no part of a logprob
 
 
 class WeightError(IsoExecError):
@@ -106,15 +108,15 @@ def pieces(model: Any, *, masters: bool = False) -> Iterator[Piece]:
 def _layer(at: str, rest: str, data: Tensor, config: Any, t: int, r: int) -> Iterator[Piece]:
     if rest in _NORMS:
         yield _copy(at + _NORMS[rest], data, r)
-    elif rest == "self_attention.linear_qkv.weight":
+    elif rest in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
         width, groups = config.kv_channels, config.num_query_groups // t
         per = config.num_attention_heads // config.num_query_groups
-        fused = data.view(groups, (per + 2) * width, -1)
+        fused = data.view(groups, (per + 2) * width, *data.shape[1:])
         for key, start, heads in (("q", 0, per), ("k", per, 1), ("v", per + 1, 1)):
             yield _block(
-                at + f"self_attn.{key}_proj.weight",
+                at + f"self_attn.{key}_proj.{rest.rpartition('.')[2]}",
                 fused[:, start * width : (start + heads) * width],
-                (groups * heads * width, data.shape[1]),
+                (groups * heads * width, *data.shape[1:]),
                 t,
                 r,
                 0,
@@ -148,7 +150,8 @@ def _copy(name: str, data: Tensor, r: int) -> Piece:
 def load_hf(model: Any, folder: Path | str) -> None:
     """Copy every tensor of a Hugging Face folder into this rank's shards, in the model's dtype.
 
-    Raises WeightError for a tensor the checkpoint lacks or has too many, and for a shape that does not fit.
+    Raises WeightError for a tensor the checkpoint lacks or has too many, and for a shape that does not fit.  MiMo's layers for
+    multi-token prediction are passed over, as the engine passes over them.
     """
     where: dict[str, Path] = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
@@ -161,7 +164,7 @@ def load_hf(model: Any, folder: Path | str) -> None:
                 raise WeightError(f"{piece.name}: not in {folder} (it has {len(where)} tensors)")
             with safe_open(where[piece.name], framework="pt") as handle:
                 piece.write(piece.cut(handle.get_tensor(piece.name)))
-    unknown = sorted(set(where) - _known_names(inner))
+    unknown = sorted(n for n in set(where) - _known_names(inner) if not n.startswith(_DRAFTS))
     if unknown:
         raise WeightError(f"{folder} holds tensors this model has no place for: {', '.join(unknown[:5])}")
 
@@ -170,12 +173,14 @@ def _known_names(model: Any) -> set[str]:
     names = {"model.embed_tokens.weight", "model.norm.weight"}
     if not model.share_embeddings_and_output_weights:
         names.add("lm_head.weight")
+    config = model.config
     per_layer = [
-        *_NORMS.values(),
+        *(n for n in _NORMS.values() if config.qk_layernorm or n not in _HEAD_NORMS),
+        *(f"self_attn.{k}_proj.bias" for k in "qkv" if config.add_qkv_bias),
         *(f"self_attn.{k}_proj.weight" for k in "qkvo"),
         *(f"mlp.{k}_proj.weight" for k in ("gate", "up", "down")),
     ]
-    return names | {f"model.layers.{i}.{n}" for i in range(model.config.num_layers) for n in per_layer}
+    return names | {f"model.layers.{i}.{n}" for i in range(config.num_layers) for n in per_layer}
 
 
 def export_hf(model: Any, *, masters: bool = False) -> dict[str, Tensor]:
