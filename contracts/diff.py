@@ -8,10 +8,20 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from isoexec.contracts.canonical import encode, normal
-from isoexec.contracts.identities import IDENTITIES, identity_of_field
+from isoexec.contracts.errors import HandshakeError
+from isoexec.contracts.identities import IDENTITIES, identities_of, identity_of_field
 from isoexec.contracts.schema import Contract
 
-__all__ = ["ABSENT", "Difference", "diff", "diff_dicts", "render"]
+__all__ = [
+    "ABSENT",
+    "Difference",
+    "diff",
+    "diff_dicts",
+    "disagreements",
+    "one_line",
+    "render",
+    "require_agreement",
+]
 
 ABSENT = "(absent)"
 """Stands for a side that does not have the field; survives JSON and msgpack."""
@@ -78,6 +88,39 @@ def diff_dicts(a: Mapping[str, object], b: Mapping[str, object]) -> list[Differe
     return sorted(found, key=lambda one: (IDENTITIES.index(one.identity), one.path))
 
 
+def disagreements(a: Mapping[str, object] | None, b: Mapping[str, object] | None) -> list[Difference]:
+    """Return the fields that keep two processes apart: model and policy; a deployment may differ.
+
+    A side is a canonical dict, or None for a process without a contract, which differs in the one field `contract`.
+    Raises ContractError as `diff_dicts` does.
+    """
+    if a is None or b is None:
+        if a is b:
+            return []
+        return [Difference(path="contract", a=_title(a), b=_title(b), identity="numerical_policy")]
+    return [one for one in diff_dicts(a, b) if one.identity != "deployment"]
+
+
+def require_agreement(
+    a: Mapping[str, object] | None, b: Mapping[str, object] | None, *, names: tuple[str, str]
+) -> None:
+    """Raise HandshakeError naming every field in which the contracts of two processes, called `names`, disagree."""
+    found = disagreements(a, b)
+    if found:
+        left, right = names
+        raise HandshakeError(
+            [one.line(left, right) for one in found],
+            f"{left} holds another contract than {right}: {_counted(found)}",
+        )
+
+
+def one_line(differences: Sequence[Difference], a: str = "a", b: str = "b", *, limit: int = 8) -> str:
+    """Return the differences as one line for a message, `limit` of them written out."""
+    shown = "; ".join(one.line(a, b) for one in differences[:limit])
+    more = f"; and {len(differences) - limit} more" if len(differences) > limit else ""
+    return f"{_counted(differences)}: {shown}{more}"
+
+
 def render(differences: Sequence[Difference], a: str = "a", b: str = "b") -> str:
     """Return the differences as text, under one heading an identity; the sides are called `a` and `b`."""
     if not differences:
@@ -86,9 +129,19 @@ def render(differences: Sequence[Difference], a: str = "a", b: str = "b") -> str
     for identity in IDENTITIES:
         here = [one for one in differences if one.identity == identity]
         if here:
-            lines.append(_MEANING[identity])
+            lines.append(f"{_MEANING[identity]} ({_counted(here)})")
             lines += [f"  {one.line(a, b)}" for one in here]
     return "\n".join(lines)
+
+
+def _counted(differences: Sequence[Difference]) -> str:
+    return f"{len(differences)} field{'s differ' if len(differences) != 1 else ' differs'}"
+
+
+def _title(contract: Mapping[str, object] | None) -> str:
+    if contract is None:
+        return ABSENT
+    return f"{contract.get('name')}, numerical_policy {identities_of(contract).numerical_policy}"
 
 
 def _plain(side: Mapping[str, object]) -> dict[str, object]:

@@ -231,7 +231,9 @@ class Attestation(Message):
     """What a process found to be really bound, where, and in what environment.
 
     `regions` maps a region to object, provider, source, canary, expected_canary, enforcement, ok; and, where
-    known, function. A value of None there means that it could not be read.
+    known, function. A value of None there means that it could not be read. `identities` are those of the contract
+    that is in force now; where it is not the one of hello, `contract` is its canonical dict, so that the fields that
+    differ can be named.
     """
 
     TYPE: ClassVar[str] = "attestation"
@@ -249,6 +251,9 @@ class Attestation(Message):
     )
     rank: int = _wire(_count, "a rank", default=0)
     world: int = _wire(_count, "a world size", default=1)
+    contract: Mapping[str, Any] | None = _wire(
+        _optional(lambda v: isinstance(v, dict) and _plain(v)), "a contract dict or null", default=None
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides whether a process may join a run: same model, same numerical policy, else the fields that differ."""
+"""Decides whether a process may join a run, and may stay: same model, same numerical policy, else the fields that differ."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from isoexec.contracts.diff import diff_dicts
+from isoexec.contracts.diff import ABSENT, Difference, disagreements, one_line
 from isoexec.contracts.errors import IsoExecError
 from isoexec.contracts.identities import identities_of
 from isoexec.contracts.schema import Contract
 from isoexec.contracts.window import FieldDifference
-from isoexec.contracts.wire import Hello
+from isoexec.contracts.wire import Attestation, Hello
 
-__all__ = ["Agreement", "agree"]
+__all__ = ["Agreement", "agree", "agree_still"]
 
 # deployment is proven not to change bits: it is shown, never refused
 _BINDING = ("semantic", "numerical_policy")
@@ -39,29 +38,57 @@ def agree(reference: Hello | None, hello: Hello) -> Agreement:
     own = _own_contract(hello)
     if not own.accepted or reference is None or "driver" in (hello.role, reference.role):
         return own
-    if hello.contract is None or reference.contract is None:
-        return _one_sided(reference, hello)
-    mine, theirs = identities_of(reference.contract), identities_of(hello.contract)
-    found: list[tuple[str, Any, Any]] = []
-    if not mine.agrees_with(theirs):
-        found = [
-            (one.path, one.a, one.b)
-            for one in diff_dicts(hello.contract, reference.contract)
-            if one.identity in _BINDING
-        ]
+    differences = disagreements(hello.contract, reference.contract)
     if hello.regime != reference.regime:
-        found.append(("regime", hello.regime, reference.regime))
-    if not found:
+        differences.append(
+            Difference(path="regime", a=hello.regime, b=reference.regime, identity="numerical_policy")
+        )
+    if not differences:
         return Agreement(accepted=True, message="")
+    found = [(one.path, _value(one.a), _value(one.b)) for one in differences]
+    mine, theirs = (one.role if hello.role != reference.role else one.source for one in (hello, reference))
     return Agreement(
         accepted=False,
         message=(
             f"{hello.role} {hello.source} holds another contract than {reference.role} {reference.source}: "
-            f"{len(found)} fields differ, first {found[0][0]}"
+            f"{one_line(differences, mine, theirs)}"
         ),
         differences=tuple(found),
         fields=_fields(found, reference, hello),
     )
+
+
+def agree_still(hello: Hello, attestation: Attestation) -> tuple[FieldDifference, ...]:
+    """Compare what a process attests now with what it said at hello; the fields that differ, engine's the attested.
+
+    An attestation that names no identities where hello had a contract says that its contract could not be read, which
+    is a difference too. Where no contract is sent, or one that is not what its identities name, identities differ.
+    """
+    place = f" ({hello.source}, attested / at hello)"
+    said = identities_of(hello.contract).to_dict() if hello.contract is not None else {}
+    named, sent = attestation.identities or {}, attestation.contract
+    try:
+        made = identities_of(sent).to_dict() if sent is not None else said
+        if all(named.get(name) == made.get(name) for name in _BINDING):
+            return tuple(
+                FieldDifference(path=one.path + place, engine=_value(one.a), trainer=_value(one.b))
+                for one in disagreements(sent if sent is not None else hello.contract, hello.contract)
+            )
+    except IsoExecError:
+        made = {}  # what has no digest is not what anything names
+    return tuple(
+        FieldDifference(
+            path=f"identities.{name}{place}",
+            engine=named.get(name),
+            trainer=said.get(name) if named.get(name) != said.get(name) else made.get(name),
+        )
+        for name in _BINDING
+        if named.get(name) != made.get(name)
+    )
+
+
+def _value(value: object) -> Any:
+    return None if value == ABSENT else value
 
 
 def _own_contract(hello: Hello) -> Agreement:
@@ -94,22 +121,6 @@ def _own_contract(hello: Hello) -> Agreement:
             ),
         )
     return Agreement(accepted=True, message="")
-
-
-def _one_sided(reference: Hello, hello: Hello) -> Agreement:
-    if hello.contract is None and reference.contract is None:
-        return Agreement(accepted=True, message="")
-    found = [("contract", _name(hello.contract), _name(reference.contract))]
-    return Agreement(
-        accepted=False,
-        message=f"{reference.role} and {hello.role} disagree on whether the run has a contract; give both the same",
-        differences=tuple(found),
-        fields=_fields(found, reference, hello),
-    )
-
-
-def _name(contract: Mapping[str, Any] | None) -> str | None:
-    return None if contract is None else identities_of(contract).numerical_policy
 
 
 def _fields(found: list[tuple[str, Any, Any]], reference: Hello, hello: Hello) -> tuple[FieldDifference, ...]:

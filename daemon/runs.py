@@ -13,7 +13,7 @@ from isoexec.contracts.window import FieldDifference, Silence, Window
 from isoexec.contracts.wire import Attestation, Hello, Logprobs, Message, Probe, Step, Weights
 from isoexec.daemon.config import Config
 from isoexec.daemon.halt import ProcessHandle
-from isoexec.daemon.handshake import Agreement, agree
+from isoexec.daemon.handshake import Agreement, agree, agree_still
 from isoexec.daemon.judge import Judge
 from isoexec.daemon.verify import Findings, verify
 from isoexec.daemon.weights import WeightLedger
@@ -248,19 +248,9 @@ class Run:
     def _handshake(self) -> tuple[FieldDifference, ...]:
         rows = [row for fields in self.refused.values() for row in fields]
         for process in self.processes.values():
-            attested = process.attestation.identities if process.attestation else None
-            named = process.hello.identities
-            if attested is None or named is None:
-                continue
-            rows.extend(
-                FieldDifference(
-                    path=f"identities.{name} ({process.source}, attested / at hello)",
-                    engine=attested.get(name),
-                    trainer=named.get(name),
-                )
-                for name in ("semantic", "numerical_policy")
-                if attested.get(name) != named.get(name)
-            )
+            # a driver computes no logprob: it is not held to the contract
+            if process.attestation is not None and process.role != "driver":
+                rows.extend(agree_still(process.hello, process.attestation))
         return tuple(rows)
 
     def _age(self, role: str, what: str, now: float) -> float | None:

@@ -149,6 +149,7 @@ def test_a_fact_that_breaks_between_steps_halts_before_the_next_step_begins(
             weight_version=4,
             topology={**degrees, **other},
             environment={"arch": "cpu", "OMP_NUM_THREADS": "1", "torch": "2.13.0", **switches},
+            identities=contract_hello()["identities"],
         )
 
     lease = LeasePage.open(daemon.state.run("facts").lease)
@@ -220,6 +221,46 @@ def test_another_contract_is_refused_with_the_fields(daemon: Any, peer: Callable
     trainer.step(1)
     (window,) = daemon.windows("another")
     assert any(row["path"].endswith("kv_segment") and row["engine"] == 64 for row in window["handshake"])
+
+
+def test_a_contract_that_changes_between_two_syncs_halts_and_its_fields_are_named(
+    daemon: Any, peer: Callable[..., Any], wait_until: Callable[..., Any]
+) -> None:
+    trainer = peer(daemon, "trainer", run="edited", **contract_hello())
+    contract = Contract.load(library("qwen3-dense-cpu"))
+    other = contract.to_dict()
+    for binding in other["composition"]:  # type: ignore[attr-defined]
+        if binding["region"] == "attention":
+            binding["constants"]["kv_segment"] = 64
+    degrees = {"TP": 1, "SP": 1, "PP": 1, "CP": 1, "EP": 1, "ETP": 1, "DP": 1}
+    switches = dict(contract.claims.environment.switches)
+
+    def attest(**fields: Any) -> None:
+        trainer.send(
+            wire.Attestation,
+            reason="sync",
+            step=1,
+            weight_version=1,
+            topology=degrees,
+            environment={"arch": "cpu", "OMP_NUM_THREADS": "1", "torch": "2.13.0", **switches},
+            **fields,
+        )
+
+    lease = LeasePage.open(daemon.state.run("edited").lease)
+    attest(identities=contract.identities.to_dict())
+    trainer.weights(1, {"w": (1, 2)}, numel={"w": 8}, total={"w": 16})
+    seen = {"run": "edited", "role": "trainer", "type": "weights"}
+    wait_until(lambda: daemon.metric("isoexec_messages_received_total", **seen), "the weights")
+    assert lease.read().state is LeaseState.OK
+    attest(identities=Contract.from_dict(other).identities.to_dict(), contract=other)
+    wait_until(lambda: lease.read().state is LeaseState.HALT, "the halt")
+    marker = HaltMarker.read(daemon.state.run("edited").path)
+    assert marker is not None
+    assert (marker.rule, marker.verdict) == ("handshake", "violation")
+    first = marker.evidence["first"][0]  # type: ignore[index]
+    assert str(first["path"]).startswith("composition[attention].constants.kv_segment (")
+    assert (first["engine"], first["trainer"]) == (64, 32)
+    assert "composition[attention].constants.kv_segment" in (daemon.state_dir / "daemon.log").read_text()
 
 
 def test_a_killed_daemon_leaves_a_whole_journal_and_goes_on(
