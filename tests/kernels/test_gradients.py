@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from isoexec.kernels.attention import attention_varlen
+from isoexec.kernels.bias import bias_add
 from isoexec.kernels.canaries import fill
 from isoexec.kernels.embedding import embedding
 from isoexec.kernels.linear import column_linear, row_linear
@@ -59,6 +60,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[tuple[
     "rms_norm": (lambda x, w: rms_norm_grad(x, w, 1e-6), _norm, [(17, 2, 100), (100,)]),
     "qk_norm": (lambda x, w: rms_norm_grad(x, w, 1e-6), _norm, [(17, 2, 3, 32), (32,)]),
     "residual_add": (residual_add, torch.add, [(17, 2, 63), (17, 2, 63)]),
+    "bias_add": (bias_add, torch.add, [(17, 2, 63), (63,)]),
     "rope": (lambda x: rope_grad(x, POSITIONS, 1e4), _rope, [(17, 3, 32)]),
     "silu_mul": (silu_mul, lambda g, u: F.silu(g) * u, [(17, 2, 63), (17, 2, 63)]),
     "embedding": (lambda w: embedding(IDS, w), lambda w: F.embedding(IDS, w), [(16, 63)]),

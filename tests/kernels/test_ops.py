@@ -70,6 +70,8 @@ ARGUMENTS = {
         "none",
         "",
     ),
+    "bias_add": lambda: (_grad(5, 32, salt=1), _grad(32, salt=2)),
+    "bias_grad": lambda: (fill(5, 32, salt=1),),
     "residual_add": lambda: (_grad(5, 32, salt=1), _grad(5, 32, salt=2)),
     "rope": lambda: (_grad(5, 2, 32, salt=1), POSITIONS, 1e4, False),
     "silu_mul": lambda: (_grad(5, 32, salt=1), _grad(5, 32, salt=2)),
