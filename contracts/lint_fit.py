@@ -148,9 +148,10 @@ def segments_fit_pages(contract: Contract) -> Iterator[Found]:
 
 @rule("IX024")
 def heads_divide(contract: Contract) -> Iterator[Found]:
-    """Heads and KV heads are multiples of every claimed TP degree.
+    """Heads are multiples of every claimed TP degree; KV heads are too, or the degree is a multiple of them.
 
-    A head is computed by one rank; ranks that share one would replicate or split it.
+    A head is computed by one rank. A KV head may be held by several ranks whole, with the same bits on each; one
+    that ranks split would have other sums.
     """
     ops = {"qkv_proj", "attention", "o_proj"}
     for binding in contract.composition:
@@ -158,12 +159,28 @@ def heads_divide(contract: Contract) -> Iterator[Found]:
             continue
         for fact in ("heads", "kv_heads"):
             for degree in _tensor_degrees(contract, _roles(contract, binding)):
-                if _divisor(contract, fact) % degree:
+                if not _whole_heads(contract, fact, degree):
                     yield (
                         f"model.facts.{fact}",
                         f"{binding.region} at TP {degree} needs {fact} to be a multiple of {degree}",
                         f"say {fact}: {{multiple_of: {degree}}}, or claim fewer TP degrees",
                     )
+
+
+def _whole_heads(contract: Contract, fact: str, degree: int) -> bool:
+    if _divisor(contract, fact) % degree == 0:
+        return True
+    facts = contract.model.facts
+    if fact != "kv_heads":
+        return False
+    if fact not in facts:
+        return "kv_lora_rank" in facts  # one latent key and value, which every rank holds
+    known = facts[fact]
+    values = known.one_of if known.fixed is None else (known.fixed,)
+    return bool(values) and all(
+        isinstance(value, int) and value > 0 and (value % degree == 0 or degree % value == 0)
+        for value in values
+    )
 
 
 @rule("IX025")
