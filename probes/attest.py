@@ -11,7 +11,8 @@ import torch
 
 from isoexec.contracts import wire
 from isoexec.kernels import switches
-from isoexec.probes.client import Client, identities, installed_versions
+from isoexec.probes.client import Client, installed_versions
+from isoexec.probes.contract import ContractNow, contract_now
 
 __all__ = ["environment", "send_attestation"]
 
@@ -43,17 +44,21 @@ def send_attestation(
     rank: int | None = None,
     world: int | None = None,
     problem: str | None = None,
+    contract: ContractNow | None = None,
 ) -> bool:
     """Queue one attestation; ``regions`` are RegionReport dicts by region name.
 
-    ``problem`` is what is wrong with the process itself, and travels in its environment, where the daemon looks for it.
+    ``contract`` is the one in force (`contract_now`), looked up here where it is not given: where it is not the one of hello it
+    is sent along, so that the daemon can name the fields that differ.  ``problem`` is what is wrong with the process itself, and travels in its environment, where the daemon looks for it.
     """
+    now = contract_now(client.settings) if contract is None else contract
     return client.send(
         wire.Attestation,
         reason=reason,
         step=step,
         weight_version=weight_version,
-        identities=identities(client.settings.contract),
+        identities=now.identities,
+        contract=now.changed,
         topology=dict(topology),
         environment={
             **(environment() if environment_found is None else environment_found),

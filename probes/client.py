@@ -23,6 +23,7 @@ from typing import Any
 import structlog
 
 from isoexec.contracts import wire
+from isoexec.contracts.diff import ABSENT, Difference
 from isoexec.contracts.errors import HandshakeError, WireError
 from isoexec.contracts.halting import default_state_dir
 from isoexec.contracts.schema import Contract
@@ -54,6 +55,7 @@ class ProbeSettings:
     regime: str = "bf16_dense"
     policy: str = "fail_open"
     contract: Contract | None = None
+    contract_path: Path | None = None  # the file the contract was read from, looked at again at every attestation
 
     @classmethod
     def from_env(cls) -> ProbeSettings:
@@ -65,6 +67,7 @@ class ProbeSettings:
             regime=os.environ.get("ISOEXEC_REGIME", "bitwise" if contract else "bf16_dense"),
             policy=os.environ.get("ISOEXEC_ON_DAEMON_LOSS", "fail_open"),
             contract=contract,
+            contract_path=Path(os.environ["ISOEXEC_CONTRACT"]) if contract is not None else None,
         )
 
 
@@ -120,7 +123,7 @@ class Client:
         """
         welcome = self._open(timeout)
         if not welcome.accepted:
-            raise HandshakeError([tuple(d) for d in welcome.differences], welcome.message)
+            raise HandshakeError([_difference(*d) for d in welcome.differences], welcome.message)
         self._thread = threading.Thread(target=self._drain, name="isoexec-probe", daemon=True)
         self._thread.start()
         return welcome
@@ -328,6 +331,11 @@ def connect(role: str, *, rank: int = 0, world: int = 1, replica: str = "") -> C
     client = Client(ProbeSettings.from_env(), role, rank=rank, world=world, replica=replica)
     client.connect()
     return client
+
+
+def _difference(path: str, mine: object, theirs: object) -> str:
+    sides = (ABSENT if value is None else value for value in (mine, theirs))
+    return Difference(path=path, a=next(sides), b=next(sides), identity="").line("this process", "the run")
 
 
 def identities(contract: Contract | None) -> dict[str, str] | None:

@@ -71,6 +71,11 @@ class MegatronAdapter:
             )
         return self._model
 
+    @property
+    def contract(self) -> Contract | None:
+        """The contract installed here, or None."""
+        return self._plan.contract if self._plan is not None else None
+
     # -- describe and plan ---------------------------------------------------------------------------------------------
 
     def topology(self) -> dict[str, int]:

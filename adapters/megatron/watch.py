@@ -23,6 +23,7 @@ from isoexec.adapters.megatron.slots import topology_of
 from isoexec.adapters.megatron.weights import pieces, unwrap, weight_partials
 from isoexec.probes.attest import send_attestation
 from isoexec.probes.client import Client
+from isoexec.probes.contract import SAME, contract_now
 from isoexec.probes.guard import Guard
 from isoexec.probes.logprobs import LogprobTap, from_padded
 from isoexec.probes.weights import is_zero
@@ -83,7 +84,8 @@ class Watch:
     def attest(self, reason: str, *, step: int, weight_version: int) -> Report | None:
         """Report what this rank really binds and its live degrees; None where no contract is installed.
 
-        ``reason`` is start, sync or periodic.
+        ``reason`` is start, sync or periodic.  Raises HandshakeError, naming the fields, where the contract installed, or the
+        contract's file, is no longer the one this process greeted the daemon with; the daemon is told first.
         """
         adapter = getattr(self._model, "isoexec_adapter", None)
         report = adapter.verify()[0] if adapter is not None else None
@@ -92,14 +94,18 @@ class Watch:
             if report is not None
             else topology_of(self._model.pg_collection, self._model.config)
         )
+        installed = SAME if adapter is None else adapter.contract
+        held = contract_now(self._client.settings, installed, who="the trainer's model")
         send_attestation(
             self._client,
+            contract=held,
             reason=reason,
             step=step,
             weight_version=weight_version,
             topology=topology,
             regions={r.region: r.to_dict() for r in report.regions} if report is not None else {},
         )
+        held.require()
         return report
 
     def synced(self, weight_version: int, *, step: int) -> None:

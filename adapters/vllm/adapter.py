@@ -23,6 +23,7 @@ from isoexec.adapters.vllm import install, state
 from isoexec.adapters.vllm.engines import Engine, found_engine, require_engine
 from isoexec.adapters.vllm.topology import asked_topology, claimable_environment
 from isoexec.contracts.errors import InstallError
+from isoexec.contracts.diff import disagreements, one_line
 from isoexec.contracts.schema import Contract
 
 __all__ = ["VllmAdapter", "collect_reports", "engine_args", "report_of"]
@@ -115,7 +116,7 @@ def _contracted(user: Mapping[str, Any], contract: Contract, engine: Engine) -> 
     mode = user.get("logprobs_mode", _MODES[0])
     _refuse("logprobs", mode in _MODES, " or ".join(_MODES), str(mode), "record logprobs, not logits")
     more = dict(user.get("additional_config") or {})
-    more["isoexec"] = {"numerical_policy": contract.numerical_policy, "semantic": contract.semantic}
+    more["isoexec"] = {"contract": contract.to_dict()}
     return {
         **user,
         "quantization": _QUANTIZATION,
@@ -175,9 +176,11 @@ def collect_reports(llm: Any, timeout: float) -> list[dict[str, Any]]:
 
 def report_of(raw: Mapping[str, Any], contract: Contract | None) -> Report:
     """A worker's report, judged against the driver's contract: a worker without it, or with another, binds nothing of it."""
-    theirs = (raw.get("identities") or {}).get("numerical_policy")
-    ours = contract.numerical_policy if contract is not None else None
-    stranger = None if ours == theirs else f"the worker's contract is {theirs}, the driver's {ours}"
+    differences = disagreements(raw.get("contract"), contract.to_dict() if contract is not None else None)
+    stranger = None
+    if differences:
+        fields = one_line(differences, "the worker", "the driver")
+        stranger = f"the worker's contract is not the driver's, {fields}"
     regions = []
     planned = regions_of(contract, install.ROLE) if contract is not None else ()
     for name in dict.fromkeys((*raw["regions"], *planned)):

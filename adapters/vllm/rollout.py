@@ -22,6 +22,7 @@ from isoexec.adapters.vllm.adapter import collect_reports, report_of
 from isoexec.contracts.errors import InstallError, IsoExecError
 from isoexec.probes.attest import send_attestation
 from isoexec.probes.client import Client
+from isoexec.probes.contract import contract_now
 from isoexec.probes.logprobs import LogprobTap, ScoredSequence
 from isoexec.probes.weights import add_partials
 
@@ -126,14 +127,22 @@ class Rollout:
     ) -> list[Report]:
         """One report a worker, each sent as an attestation; then InstallError where a region that must refuse does not hold.
 
-        ``reason`` is start, sync or periodic.
+        ``reason`` is start, sync or periodic.  Raises HandshakeError, naming the fields, where the contract of a worker, or the
+        contract's file, is no longer the one this process greeted the daemon with.
         """
         raws = collect_reports(self.llm, self.timeout)
+        held = []
         reports = [report_of(raw, self.contract) for raw in raws]
         for raw, report in zip(raws, reports, strict=True):
             if self.client is not None:
+                held.append(
+                    contract_now(
+                        self.client.settings, raw.get("contract"), who=f"the worker of rank {report.rank}"
+                    )
+                )
                 send_attestation(
                     self.client,
+                    contract=held[-1],
                     reason=reason,
                     step=step,
                     weight_version=self._version(weight_version),
@@ -146,6 +155,8 @@ class Rollout:
         if require:
             for report in reports:
                 report.require()
+            for one in held:
+                one.require()
         return reports
 
     def sync(self, path: Path | str, weight_version: int, *, step: int) -> dict[str, tuple[int, int]]:

@@ -58,12 +58,8 @@ class IsoExecExtension:
                 "topology": topology,
                 "regions": regions,
                 "environment": environment(),
-                "identities": contract
-                and {
-                    "semantic": contract.semantic,
-                    "numerical_policy": contract.numerical_policy,
-                    "deployment": contract.deployment,
-                },
+                "identities": contract and contract.identities.to_dict(),
+                "contract": contract and contract.to_dict(),
                 "engine": engine and [engine[0].distribution, engine[1]],
                 "runner": described(self.model_runner),
                 "weight_version": getattr(self, "_isoexec_weight_version", None),

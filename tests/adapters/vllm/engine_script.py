@@ -331,7 +331,10 @@ def closed(contract: str, first: str, broken: str) -> dict[str, str]:
         asked["enforce_eager"] = False
 
     def other_contract(asked: dict[str, Any]) -> None:
-        asked["additional_config"]["isoexec"]["numerical_policy"] = "sha256:" + "0" * 64
+        attention = next(
+            one for one in asked["additional_config"]["isoexec"]["contract"]["composition"] if one["region"] == "attention"
+        )
+        attention["constants"]["kv_segment"] = 64
 
     def too_long(asked: dict[str, Any]) -> None:
         asked["max_model_len"] = asked["max_num_batched_tokens"] = 16384

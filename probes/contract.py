@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which contract a process is held to now: what it installed, and what its file says today, against what it greeted with.
+
+A process reads its contract once, when it starts.  At every attestation it is looked at again, so that a worker with another
+contract, or a file that was edited between two weight syncs, is found by its fields and not by a mismatch of bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from isoexec.contracts.diff import disagreements, require_agreement
+from isoexec.contracts.errors import ContractError
+from isoexec.contracts.identities import identities_of
+from isoexec.contracts.schema import Contract
+from isoexec.probes.client import ProbeSettings
+
+__all__ = ["SAME", "ContractNow", "contract_now"]
+
+SAME: Any = object()
+"""Stands for an installed contract that nobody looked at: the process's own is taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContractNow:
+    """A contract in force (canonical dict, None without one), the one said at hello, and why the file cannot be read.
+
+    ``who`` names what holds it, as in "the worker of rank 1".
+    """
+
+    who: str
+    said: Mapping[str, Any] | None
+    found: Mapping[str, Any] | None
+    error: ContractError | None = None
+
+    @property
+    def identities(self) -> dict[str, str] | None:
+        """The three digests; None without a contract, and where it cannot be known."""
+        if self.error is not None or self.found is None:
+            return None
+        return identities_of(self.found).to_dict()
+
+    @property
+    def changed(self) -> Mapping[str, Any] | None:
+        """The contract in force where model or policy are not those said at hello, to be sent along."""
+        if self.error is not None or not disagreements(self.found, self.said):
+            return None
+        return self.found
+
+    def require(self) -> None:
+        """Raise ContractError where the file cannot be read, HandshakeError with every field that differs from hello's."""
+        if self.error is not None:
+            raise self.error
+        require_agreement(self.found, self.said, names=(self.who, "this process's hello"))
+
+
+def contract_now(
+    settings: ProbeSettings, installed: Contract | Mapping[str, Any] | None = SAME, *, who: str = "what is installed"
+) -> ContractNow:
+    """Look at the contract again: ``installed`` (called ``who``) where it differs from hello's, else the file today.
+
+    A process that greeted without a contract, or was given one without a file, has no file to look at.
+    """
+    said = settings.contract.to_dict() if settings.contract is not None else None
+    if installed is not SAME:
+        found = installed.to_dict() if isinstance(installed, Contract) else installed
+        if disagreements(found, said):
+            return ContractNow(who=who, said=said, found=found)
+    if said is None or settings.contract_path is None:
+        return ContractNow(who=who, said=said, found=said)
+    path = settings.contract_path
+    try:
+        today = Contract.load(path).to_dict()
+    except ContractError as error:
+        return ContractNow(who=str(path), said=said, found=None, error=error)
+    return ContractNow(who=f"{path}, edited since", said=said, found=today)
