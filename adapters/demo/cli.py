@@ -23,15 +23,16 @@ from isoexec.adapters.demo.faults import FAULTS
 from isoexec.adapters.demo.job import Layout
 from isoexec.adapters.demo.phases import Stage, clear_run, fault_phase, plain_phase
 from isoexec.adapters.demo.report import PhaseResult, table, write
-from isoexec.adapters.demo.scenes import hybrid_scene, matrix_scene
+from isoexec.adapters.demo.scenes import MATRIX, hybrid_scene, matrix_scene
 from isoexec.adapters.demo.services import Daemon, Prometheus
-from isoexec.adapters.demo.tiny import make_qwen3
+from isoexec.adapters.demo.tiny import make_mimo, make_qwen3
 from isoexec.contracts.schema import library
 from isoexec.contracts.window import REGIMES
 
 __all__ = ["run"]
 
 _PHASES = ("monitor", "contract", "contract-tp2", "fault")
+_MODELS = {"qwen3": (make_qwen3, "qwen3-dense-cpu"), "mimo": (make_mimo, "mimo-dense-cpu")}
 _SEED = 20
 
 
@@ -42,6 +43,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=("grpo", "matrix", "hybrid"),
         default="grpo",
         help="grpo: the job in phases; matrix: bitwise equality over every layout; hybrid: a Gated DeltaNet model, watched only",
+    )
+    parser.add_argument(
+        "--model", choices=sorted(_MODELS), default="qwen3", help="the tiny model and its contract"
+    )
+    parser.add_argument(
+        "--cells", default=",".join(MATRIX), help=f"comma-separated, of the matrix's {', '.join(MATRIX)}"
     )
     parser.add_argument("--steps", type=int, default=6, help="watched steps a phase (default 6)")
     parser.add_argument("--engine-tp", type=int, choices=(1, 2), help="engine TP of the contract phases")
@@ -69,6 +76,9 @@ def run(argv: Sequence[str]) -> int:
     unknown = [p for p in phases if p not in _PHASES]
     if unknown or not phases:
         parser.error(f"--phases: wanted some of {', '.join(_PHASES)}, found {', '.join(unknown) or 'none'}")
+    cells = [c for c in args.cells.split(",") if c]
+    if set(cells) - set(MATRIX) or not cells:
+        parser.error(f"--cells: wanted some of {', '.join(MATRIX)}, found {args.cells or 'none'}")
     if args.steps < 2:
         parser.error(f"--steps: wanted at least 2, found {args.steps}")
     console = Console() if sys.stdout.isatty() else Console(width=124)
@@ -97,16 +107,17 @@ def run(argv: Sequence[str]) -> int:
                 console=console,
             )
         )
+        make, contract = _MODELS[args.model]
         stage = Stage(
             daemon=daemon,
             prometheus=prometheus,
-            model=make_qwen3(work / "model", seed=_SEED),
+            model=make(work / "model", seed=_SEED),
             work=work,
-            contract=library("qwen3-dense-cpu"),
+            contract=library(contract),
             tick=_ticker(progress),
         )
         if args.scene == "matrix":
-            results = matrix_scene(stage, dtypes=("bfloat16", "float32"))
+            results = matrix_scene(stage, dtypes=("bfloat16", "float32"), names=cells)
         elif args.scene == "hybrid":
             results = [hybrid_scene(stage)]
         else:

@@ -48,6 +48,7 @@ class EngineHost:
             "kv_cache_memory_bytes": _KV_BYTES,
             "logprobs_mode": "processed_logprobs",
             "seed": 0,
+            "trust_remote_code": True,  # the checkpoints are this demo's own; MiMo's holds its configuration class
             **more,
         }
         if contract is not None:
