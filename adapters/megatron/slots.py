@@ -189,4 +189,10 @@ def facts_of(model: Any) -> dict[str, int | str | bool]:
         "qkv_width": (c.num_attention_heads + 2 * c.num_query_groups) * c.kv_channels,
         "vocab_size": model.vocab_size,
         "tied_head": model.share_embeddings_and_output_weights,
+        "activation": "silu" if c.activation_func is silu else str(c.activation_func),
+        "attention_bias": bool(c.add_qkv_bias),
+        "sliding_window": c.window_size is not None,
+        "quantization": str(c.fp8 or c.fp4 or "none"),
+        "rope_type": "scaled" if getattr(model, "rotary_scaling", False) else "default",
+        "partial_rotary": getattr(model, "rotary_percent", 1.0) != 1.0,
     }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from isoexec.adapters.vllm.cpu import IsoExecRMSNorm, refuse_unless
 from isoexec.adapters.vllm.install import plan_engine
 from isoexec.adapters.vllm.topology import claimable_environment, live_topology
 from isoexec.adapters.vllm.worker import IsoExecExtension
+from isoexec.contracts.diff import disagreements, one_line
+from isoexec.contracts.models import text_facts
+from isoexec.contracts.parts import Value
 from isoexec.kernels.logprobs import log_softmax
 
 __all__ = ["IsoExecCPUWorker", "IsoExecSampler"]
@@ -58,21 +62,9 @@ class IsoExecSampler(Sampler):
             return log_softmax(logits, vocab_leaves=self._leaves)
 
 
-def model_facts(text: Any) -> dict[str, int]:
-    """Shape facts of a Hugging Face text config, by the contract's names; what the config does not tell is left out."""
-    names = {
-        "hidden_size": "hidden_size",
-        "intermediate_size": "intermediate_size",
-        "layers": "num_hidden_layers",
-        "heads": "num_attention_heads",
-        "kv_heads": "num_key_value_heads",
-        "head_dim": "head_dim",
-        "vocab_size": "vocab_size",
-    }
-    found = {fact: getattr(text, name, None) for fact, name in names.items()}
-    if found["head_dim"] is None and found["hidden_size"] and found["heads"]:
-        found["head_dim"] = found["hidden_size"] // found["heads"]  # what models of such a config build
-    return {fact: int(value) for fact, value in found.items() if value is not None}
+def model_facts(text: Any, architectures: Iterable[str]) -> dict[str, Value]:
+    """Shape facts of a Hugging Face text config, by the contract's names; ContractError for a field that makes no sense."""
+    return text_facts(text.to_dict(), tuple(architectures))
 
 
 def _refuse_outside_domain(config: Any, contract: Any) -> None:
@@ -118,7 +110,7 @@ def _refuse_outside_domain(config: Any, contract: Any) -> None:
         list(model.architectures),
         "choose a contract for this model",
     )
-    refusals = contract.model.refusals(model_facts(text))
+    refusals = contract.model.refusals(model_facts(text, model.architectures))
     refuse_unless(
         not refusals,
         "model",
@@ -190,11 +182,13 @@ class IsoExecCPUWorker(CPUWorker, IsoExecExtension):
         )
         config = self.vllm_config
         said = dict((config.additional_config or {}).get("isoexec", {}))
+        mine = plan.contract.to_dict()
+        differences = disagreements(said.get("contract", mine), mine)
         refuse_unless(
-            said.get("numerical_policy", plan.contract.numerical_policy) == plan.contract.numerical_policy,
+            not differences,
             "engine",
-            f"the driver's contract {said.get('numerical_policy')}",
-            f"{plan.contract.numerical_policy} in this worker",
+            "the driver's contract in this worker",
+            one_line(differences, "the driver", "this worker"),
             "give every process the same ISOEXEC_CONTRACT",
         )
         dtype = str(self.model_config.dtype).removeprefix("torch.")

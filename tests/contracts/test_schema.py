@@ -16,7 +16,8 @@ SHIPPED = Contract.load(library("qwen3-dense-cpu"))
 GOLDEN = Contract.load(Path(__file__).parent / "vectors" / "contract.yaml")
 QWEN3_0_6B: dict[str, int | str | bool] = {
     "hidden_size": 1024, "intermediate_size": 3072, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128,
-    "vocab_size": 151936,
+    "vocab_size": 151936, "activation": "silu", "attention_bias": False, "sliding_window": False, "quantization": "none",
+    "rope_type": "default", "partial_rotary": False,
 }  # fmt: skip
 
 
