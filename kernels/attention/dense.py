@@ -52,9 +52,9 @@ def _untile(x: Tensor, like: Tensor, kv_heads: int, per: int) -> Tensor:
     """The inverse of `_tile`, in the shape and dtype of `like` [b, s, H, D]."""
     b, s, H, D = like.shape
     group = H // kv_heads
-    x = x.view(b, kv_heads, -1, QUERY_TILE, D)[:, :, :, : per * group].to(like.dtype)
+    x = x.view(b, kv_heads, x.shape[1] // QUERY_TILE, QUERY_TILE, D)[:, :, :, : per * group].to(like.dtype)
     x = x.unflatten(3, (per, group)).permute(0, 2, 3, 1, 4, 5)
-    return x.reshape(b, -1, H, D)[:, :s].contiguous()
+    return x.reshape(b, x.shape[1] * per, H, D)[:, :s].contiguous()
 
 
 def _keys(x: Tensor, kv_segment: int) -> Tensor:
@@ -62,13 +62,13 @@ def _keys(x: Tensor, kv_segment: int) -> Tensor:
     b, s, KV, D = x.shape
     x = x.to(torch.float32).transpose(1, 2)
     x = F.pad(x, (0, 0, 0, -s % kv_segment))
-    return x.reshape(b * KV, -1, D)
+    return x.reshape(b * KV, x.shape[2], D)
 
 
 def _unkeys(x: Tensor, like: Tensor) -> Tensor:
     """The inverse of `_keys`, in the shape and dtype of `like` [b, s, KV, D]."""
     b, s, KV, D = like.shape
-    return x.view(b, KV, -1, D)[:, :, :s].to(like.dtype).transpose(1, 2).contiguous()
+    return x.view(b, KV, x.shape[1], D)[:, :, :s].to(like.dtype).transpose(1, 2).contiguous()
 
 
 def _runs(s: int, per: int, group: int, kv_segment: int) -> Iterator[tuple[slice, int, Tensor, int]]:
