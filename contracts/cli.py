@@ -36,8 +36,15 @@ def run(argv: list[str]) -> int:
     sub.add_argument("file", help=where)
     sub.add_argument("--strict", action="store_true", help="let warnings fail too")
     _format(sub)
-    sub = command("show", "print what a contract promises", _show)
+    sub = command("show", "print what a contract promises, and what of it is unproven", _show)
     sub.add_argument("file", help=where)
+    _format(sub)
+    _format(command("list", "print the shipped contracts and how many of their regions are proven", _list))
+    sub = command("for", "print the contract of a model; 1 when the runtime may not run under it", _for)
+    sub.add_argument("model", metavar="MODEL_DIR", help="a model's folder, or its config.json")
+    sub.add_argument("--runtime", required=True, choices=("megatron", "vllm"), help="what is to bind it")
+    sub.add_argument("--arch", help="one arch; every one that has a contract, when absent")
+    sub.add_argument("--contract", metavar="FILE", help="a contract of yours instead of the shipped ones")
     _format(sub)
     sub = command("digest", "print the three identities", _digest)
     sub.add_argument("file", help=where)
@@ -141,41 +148,22 @@ def _lint(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    contract = _load(args.file)
-    if args.format == "json":
-        _json(contract.to_dict())
-        return 0
-    print(f"{contract.name}  ({contract.model.family}, arch {contract.arch})")
-    for name, digest in contract.identities.to_dict().items():
-        print(f"  {name:<18} {digest}")
-    print("\nmodel")
-    for name, constraint in sorted(contract.model.facts.items()):
-        print(f"  {name:<18} {constraint}")
-    print("\nregions")
-    for binding in sorted(contract.composition, key=lambda one: (one.region, sorted(one.cases))):
-        every = {case.name for case in contract.cases} == set(binding.cases)
-        cases = "every case" if every else ", ".join(sorted(binding.cases))
-        constants = ", ".join(f"{name} {value}" for name, value in sorted(binding.constants.items()))
-        print(
-            f"  {binding.region:<18} {binding.function:<22} {cases}" + (f"; {constants}" if constants else "")
-        )
-    print("\nproviders")
-    for provider in sorted(contract.providers, key=lambda one: (one.function, one.name)):
-        what = provider.source if provider.kind == "kernel" else provider.version
-        roles = "+".join(sorted(provider.roles))
-        print(f"  {provider.function:<22} {provider.name}  {what}  {roles}, {provider.discharge.kind}")
-    print("\nclaims")
-    for role, axes in sorted(contract.claims.topology.items()):
-        for axis, claim in axes.items():
-            print(f"  {role:<8} {axis:<4} {claim}")
-    for group in contract.claims.bitwise:
-        print(f"  bitwise: {', '.join(sorted(group))}")
-    for one in contract.claims.tolerances:
-        regions = ", ".join(sorted(one.regions))
-        print(
-            f"  {' / '.join(sorted(one.cases))}: {one.metric} at most {one.bound} nats, blamed on {regions}"
-        )
-    return 0
+    from isoexec.contracts.cli_models import show
+
+    return show(_load(args.file), args.format)
+
+
+def _list(args: argparse.Namespace) -> int:
+    from isoexec.contracts.cli_models import listing
+
+    return listing(args.format)
+
+
+def _for(args: argparse.Namespace) -> int:
+    from isoexec.contracts.cli_models import find
+
+    own = _path(args.contract) if args.contract else None
+    return find(args.model, args.runtime, arch=args.arch, contract=own, how=args.format)
 
 
 def _where(args: argparse.Namespace) -> int:

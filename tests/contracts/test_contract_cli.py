@@ -112,7 +112,7 @@ def test_show_and_digest_print_the_identities(capsys: Capture) -> None:
     ]:
         assert text in shown
     assert main(["contract", "show", str(GOLDEN), "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out) == contract.to_dict()
+    assert json.loads(capsys.readouterr().out)["contract"] == contract.to_dict()
 
 
 def test_diff_fails_when_two_runs_may_not_meet(tmp_path: Path, capsys: Capture) -> None:
