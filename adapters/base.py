@@ -16,7 +16,9 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
+from isoexec.adapters.census import Census
 from isoexec.contracts.errors import InstallError
+from isoexec.contracts.routes import ROUTE_RULES, on_failure
 from isoexec.contracts.schema import Contract
 from isoexec.contracts.topology import check_topology
 from isoexec.kernels import registry
@@ -27,7 +29,7 @@ __all__ = [
     "STEP_REGIONS",
     "Adapter",
     "Binding",
-    "CensusEntry",
+    "Census",
     "Enforcement",
     "Plan",
     "RegionReport",
@@ -207,14 +209,6 @@ class Report:
                 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class CensusEntry:
-    """One arithmetic operator that ran outside every contract region, and how often."""
-
-    operator: str
-    calls: int
-
-
 @runtime_checkable
 class Adapter(Protocol):
     """One runtime's adapter."""
@@ -231,7 +225,7 @@ class Adapter(Protocol):
 
     def remove(self) -> None: ...
 
-    def census(self) -> Sequence[CensusEntry]: ...
+    def census(self) -> Census: ...
 
 
 def regions_of(contract: Contract, role: str) -> tuple[str, ...]:
@@ -288,6 +282,7 @@ def make_plan(
     bindings = []
     for name in regions_of(contract, role):
         mode = modes[name]
+        _require_route(contract, name, mode)
         if mode is Enforcement.OFF:
             continue
         if name not in (*REGIONS, *STEP_REGIONS):
@@ -319,6 +314,17 @@ def make_plan(
             )
         )
     return Plan(role=role, contract=contract, topology=dict(topology or {}), bindings=tuple(bindings))
+
+
+def _require_route(contract: Contract, name: str, mode: Enforcement) -> None:
+    for route in sorted({one.route for one in contract.composition if one.region == name}):
+        if on_failure(route, mode) == "no_plan":
+            raise InstallError(
+                region=name,
+                wanted=f"enforcement of at least {ROUTE_RULES[route].least}, for its route is {route}",
+                found=str(mode),
+                fix="raise it in ISOEXEC_ENFORCE; a protected region is not lowered",
+            )
 
 
 def reference_canary(binding: Binding, dtype: torch.dtype) -> str:

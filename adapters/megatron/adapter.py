@@ -13,7 +13,7 @@ import torch.distributed as dist
 from isoexec.adapters.base import (
     REGIONS,
     Binding,
-    CensusEntry,
+    Census,
     Plan,
     Report,
     RuntimeDescription,
@@ -292,9 +292,9 @@ class MegatronAdapter:
             )
         ]
 
-    def census(self) -> Sequence[CensusEntry]:
-        """Arithmetic operators one scoring forward runs outside every contract region; every rank of the model must call it."""
-        return census_of.census(self.model)
+    def census(self) -> Census:
+        """Arithmetic outside every region in one forward of each case, with its backward; every rank must call it."""
+        return census_of.census(self.model, self._plan.contract if self._plan is not None else None)
 
 
 def _check_version() -> None:

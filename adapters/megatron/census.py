@@ -1,72 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the arithmetic a scoring forward does outside every contract region.
+"""The census of megatron-core: one forward of each trainer case through Megatron's own schedule, with the backward it has.
 
-A dispatch mode sees every operator.  Those of the ``isoexec`` library are inside a region; copies, views, lookups and collectives
-that move data are not arithmetic, nor is work on integers.
+Run as a module it builds a model in a process of its own: ``python -m isoexec.adapters.megatron.census``, by `isoexec census`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
 
-from isoexec.adapters.base import CensusEntry
-from isoexec.adapters.megatron.logprobs import score
+from isoexec.adapters.census import Census, Recorder, load_allowed, main
+from isoexec.adapters.megatron.logprobs import model_inputs, output_processor, score, sequence_multiple
 from isoexec.adapters.megatron.weights import unwrap
+from isoexec.contracts.schema import Contract
 
-__all__ = ["census"]
+__all__ = ["ALLOWED", "census"]
 
-_MOVES = frozenset(
-    """_reshape_alias _to_copy _unsafe_view alias as_strided cat chunk clone constant_pad_nd contiguous copy copy_ detach empty
-    empty_like empty_strided expand fill fill_ full full_like index_select lift_fresh narrow new_empty new_empty_strided new_zeros
-    ones pad permute repeat reshape resize_ select select_scatter set_ slice slice_scatter split split_with_sizes squeeze stack t
-    transpose unbind unsafe_split unsqueeze view zero_ zeros zeros_like""".split()  # noqa: SIM905 fifty names read better in lines
-)
-_CARRIES = frozenset(
-    (
-        "allgather_",
-        "_allgather_base_",
-        "broadcast_",
-        "send",
-        "recv_",
-        "scatter_",
-        "alltoall_",
-        "alltoall_base_",
-        "barrier",
-    )
-)
+ALLOWED = Path(__file__).with_name("census.yaml")
+_ROWS, _LENGTH = 2, 8
 
 
-class _Watch(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.outside: Counter[str] = Counter()
+class _Gradient(torch.autograd.Function):
+    """Stands for a loss, without any arithmetic of its own: a fixed gradient of every logprob."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        namespace, _, name = func.name().partition("::")
-        base = name.partition(".")[0]
-        moves = (
-            namespace == "isoexec"
-            or (namespace == "aten" and base in _MOVES)
-            or (namespace == "c10d" and base in _CARRIES)
-        )
-        tensors = (t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor))
-        if not moves and any(t.is_floating_point() for t in tensors):
-            self.outside[f"{namespace}::{base}"] += 1
-        return result
+    @staticmethod
+    def forward(ctx: Any, logprobs: Tensor) -> Tensor:
+        ctx.save_for_backward(torch.full_like(logprobs, 0.5))
+        return logprobs.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Tensor:
+        (gradient,) = ctx.saved_tensors
+        return gradient
 
 
-def census(model: Any, *, rows: int = 2, length: int = 8) -> tuple[CensusEntry, ...]:
-    """Operators outside the contract in one scoring of ``rows`` x ``length`` fixed tokens, most called first."""
+def census(model: Any, contract: Contract | None) -> Census:
+    """The census of a model, of which every rank must call it: weights, gradients and settings stay as they were."""
     inner = unwrap(model)
-    size = length * inner.pg_collection.tp.size()
+    size = _LENGTH * sequence_multiple(model)
     device = next(inner.parameters()).device
-    tokens = torch.arange(rows * size, device=device).view(rows, size) % inner.vocab_size
-    with _Watch() as watch:
-        score(model, tokens, microbatch=rows)
-    return tuple(CensusEntry(operator=op, calls=n) for op, n in watch.outside.most_common())
+    tokens = torch.arange(_ROWS * size, device=device).view(_ROWS, size) % inner.vocab_size
+    cases: dict[str, Callable[[], None]] = {
+        "trainer_fwd": lambda: _train(inner, tokens, recompute=False),
+        "trainer_recompute": lambda: _train(inner, tokens, recompute=True),
+        "trainer_score": lambda: _score(model, tokens),
+    }
+    wanted = contract.cases_of("trainer") if contract is not None else tuple(cases)
+    recorders = []
+    for case in wanted:
+        recorder = Recorder(case, {"": inner})
+        with _settled(inner), recorder.watching():
+            cases[case]()
+        recorders.append(recorder)
+    return Census.judged(
+        recorders,
+        load_allowed(ALLOWED),
+        runtime="megatron",
+        versions={"megatron-core": version("megatron-core"), "torch": torch.__version__},
+        contract=contract.name if contract is not None else None,
+    )
+
+
+def _score(model: Any, tokens: Tensor) -> None:
+    score(model, tokens, microbatch=_ROWS)
+
+
+def _train(inner: Any, tokens: Tensor, *, recompute: bool) -> None:
+    config = inner.config
+    if recompute:
+        config.recompute_granularity, config.recompute_method, config.recompute_num_layers = (
+            "full",
+            "uniform",
+            1,
+        )
+    else:
+        config.recompute_granularity = None
+    config.calculate_per_token_loss = True  # the schedule leaves such a loss as it is
+    one = torch.ones((), dtype=torch.int, device=tokens.device)
+    multiple = sequence_multiple(inner)
+    process = output_processor(inner)
+
+    def forward(batches: Iterator[Tensor], stage: Any) -> tuple[Tensor, Callable[..., Any]]:
+        values = stage(**model_inputs(next(batches), multiple), output_processor=process)
+        return values, lambda logprobs: (_Gradient.apply(logprobs), one, {})
+
+    inner.train()
+    get_forward_backward_func(pp_size=inner.pg_collection.pp.size())(
+        forward_step_func=forward,
+        data_iterator=iter([tokens]),
+        model=[inner],
+        num_microbatches=1,
+        seq_length=tokens.shape[1],
+        micro_batch_size=_ROWS,
+        forward_only=False,
+    )
+
+
+_SETTINGS = (
+    "calculate_per_token_loss",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "finalize_model_grads_func",  # what a trainer does after backward is not of the forward's cases
+    "grad_scale_func",
+    "grad_sync_func",
+    "no_sync_func",
+    "param_sync_func",
+)
+
+
+@contextmanager
+def _settled(inner: Any) -> Iterator[None]:
+    """Give back settings, mode and gradients afterwards; the stacks of the forward are kept for its backward."""
+    config, mode = inner.config, inner.training
+    settings = {name: getattr(config, name) for name in _SETTINGS if hasattr(config, name)}
+    gradients = [(p, p.grad, getattr(p, "main_grad", None)) for p in inner.parameters()]
+    kept = [(main, main.clone()) for _, _, main in gradients if main is not None]
+    for p, _, _ in gradients:
+        p.grad = None
+    for name in settings:
+        if name.endswith("_func"):
+            setattr(config, name, None)
+    try:
+        with (
+            warnings.catch_warnings(action="ignore"),
+            torch.autograd.set_detect_anomaly(True, check_nan=False),
+        ):
+            yield
+    finally:
+        for name, value in settings.items():
+            setattr(config, name, value)
+        for p, gradient, _ in gradients:
+            p.grad = gradient
+        for main, before in kept:
+            main.copy_(before)
+        inner.train(mode)
+
+
+def _take(folder: str, path: str | None, dtype: str) -> Census:
+    """Build the model of a folder on one rank, on the CPU where there is no GPU, and take its census."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from torch._C._distributed_c10d import HashStore
+
+    from isoexec.adapters.megatron import cpu
+    from isoexec.adapters.megatron.model import build
+
+    if not torch.cuda.is_available():
+        cpu.install()
+    dist.init_process_group(
+        "gloo" if not torch.cuda.is_available() else "nccl", store=HashStore(), rank=0, world_size=1
+    )
+    parallel_state.initialize_model_parallel(1, 1, create_gloo_process_groups=False)
+    model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
+    contract = Contract.load(path) if path else None
+    try:
+        return census(build(folder, dtype=getattr(torch, dtype), contract=contract), contract)
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(_take)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from isoexec.adapters.base import (
-    CensusEntry,
+    Census,
     Enforcement,
     Plan,
     RegionReport,
@@ -19,11 +19,12 @@ from isoexec.adapters.base import (
     contract_from_env,
     regions_of,
 )
+from isoexec.adapters.vllm import census as census_of
 from isoexec.adapters.vllm import install, state
 from isoexec.adapters.vllm.engines import Engine, found_engine, require_engine
 from isoexec.adapters.vllm.topology import asked_topology, claimable_environment
-from isoexec.contracts.errors import InstallError
 from isoexec.contracts.diff import disagreements, one_line
+from isoexec.contracts.errors import InstallError
 from isoexec.contracts.schema import Contract
 
 __all__ = ["VllmAdapter", "collect_reports", "engine_args", "report_of"]
@@ -257,27 +258,14 @@ class VllmAdapter:
         """Take the hooks of this process out of vLLM's registries."""
         install.remove_plan()
 
-    def census(self) -> Sequence[CensusEntry]:
-        """Arithmetic outside every region while one short prompt is read and one token sampled, on the first worker.
-
-        What the sampler does to choose a token stands in it too: it decides the token, not a raw logprob.
-        """
-        from vllm import SamplingParams, TokensPrompt
-
-        llm = self._engine()
-        llm.collective_rpc("isoexec_census_start", timeout=self._timeout)
-        try:
-            llm.generate(
-                [TokensPrompt(prompt_token_ids=[3, 4, 5, 6, 7])],
-                SamplingParams(max_tokens=2, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False),
-                use_tqdm=False,
-            )
-        finally:
-            found = llm.collective_rpc("isoexec_census_stop", timeout=self._timeout)
-        return [
-            CensusEntry(operator=name, calls=int(calls))
-            for name, calls in sorted(found[0]["operators"].items())
-        ]
+    def census(self) -> Census:
+        """Arithmetic outside every region on the first worker, in each case: a prompt is read, tokens are decoded."""
+        plan = state.active()
+        contract = plan.contract if plan is not None else contract_from_env()
+        described = self.describe()
+        return census_of.census(
+            self._engine(), contract, versions=dict(described.versions), timeout=self._timeout
+        )
 
     def _engine(self) -> Any:
         if self._llm is None:

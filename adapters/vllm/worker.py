@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from isoexec.adapters.base import REGIONS, Enforcement, RegionReport, reference_canary, regions_of
 from isoexec.adapters.vllm import state
-from isoexec.adapters.vllm.census import Census
+from isoexec.adapters.vllm.census import WorkerCensus
 from isoexec.adapters.vllm.engines import found_engine
 from isoexec.adapters.vllm.objects import bound_objects, described
 from isoexec.adapters.vllm.topology import live_topology
@@ -96,15 +96,15 @@ class IsoExecExtension:
             }
         )
 
-    def isoexec_census_start(self) -> bool:
-        """Note the arithmetic of the steps from now on until `isoexec_census_stop`."""
-        self._isoexec_census = Census(self.model_runner)
+    def isoexec_census_start(self, case: str) -> bool:
+        """Note the arithmetic of a case's steps from now on until `isoexec_census_stop`."""
+        self._isoexec_census = WorkerCensus(self.model_runner, case)
         self._isoexec_census.start()
         return True
 
     def isoexec_census_stop(self) -> dict[str, Any]:
-        """Arithmetic that ran outside every region since the start: ``{"operators": {name: calls}, "steps": n}``."""
-        census: Census | None = self.__dict__.pop("_isoexec_census", None)
+        """What ran since the start: the case, its ``entries`` outside every region, and how many operators ran ``inside``."""
+        census: WorkerCensus | None = self.__dict__.pop("_isoexec_census", None)
         if census is None:
             raise InstallError(
                 region="census",
@@ -112,8 +112,7 @@ class IsoExecExtension:
                 found="none",
                 fix="call isoexec_census_start first",
             )
-        census.stop()
-        return plain({"operators": dict(census.outside), "steps": census.steps, "inside": census.inside})
+        return plain(census.stop())
 
     def _isoexec_regions(self) -> list[RegionReport]:
         """One report a region of the contract or the model; every object is called, for one may be replaced alone."""

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from isoexec.adapters.megatron.census import census
 from isoexec.adapters.megatron.logprobs import model_inputs, output_processor, score
 from isoexec.contracts.errors import InstallError
 from isoexec.kernels.domain import DomainError
@@ -83,21 +82,6 @@ def test_padding_on_the_right_changes_no_score(
 
     alone, padded = launch(work)[0]
     assert differing(alone, padded) == 0
-
-
-def test_census_of_a_contract_model_is_clean_and_of_a_native_one_is_not(
-    launch: Any, make: Any, contract: Any, layout_of: Any
-) -> None:
-    layout = layout_of(tp=2, sp=True)
-
-    def work() -> tuple[Any, Any]:
-        return make(layout, torch.bfloat16, contract).isoexec_adapter.census(), census(
-            make(layout, torch.bfloat16, None)
-        )
-
-    for ours, native in launch(work, layout):
-        assert ours == ()
-        assert {"aten::mm", "aten::bmm", "c10d::_reduce_scatter_base_"} <= {e.operator for e in native}
 
 
 def test_sequences_the_contract_has_no_case_for_are_refused(

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from isoexec.adapters.base import REGIONS
+from isoexec.adapters.census import Census
 
 pytestmark = pytest.mark.vllm
 
 DTYPES = ("bfloat16", "float32")
-SAMPLER_ONLY = ("_C::fused_gumbel_argmax", "aten::div_")
+FORWARD = set(REGIONS) - {"qkv_bias"}
 
 
 @pytest.fixture(scope="module", params=DTYPES)
@@ -62,19 +63,31 @@ def test_processed_logprobs_at_another_temperature_are_those_sampled_from(proces
 
 def test_every_region_answers_the_canary_of_its_function(found: dict[str, Any]) -> None:
     (report,) = found["reports"]
-    assert set(report["regions"]) == set(REGIONS)
+    assert set(report["regions"]) == FORWARD
     assert report["problems"] == []
     assert all(r["ok"] and r["canary"].startswith("sha256:") for r in report["regions"].values())
     assert report["topology"] == {"TP": 1, "EP": 1, "ETP": 1, "SP": 1, "CP": 1, "PP": 1, "DP": 1}
 
 
-def test_no_arithmetic_of_the_forward_runs_outside_a_region(found: dict[str, Any]) -> None:
-    outside = {name for name in found["census"] if not name.startswith(SAMPLER_ONLY)}
-    assert outside == set()
+def test_no_arithmetic_of_either_case_runs_outside_a_region(found: dict[str, Any]) -> None:
+    census = Census.from_dict(found["census"])
+    assert census.clean, census.text()
+    assert set(census.inside) == {"engine_prefill", "engine_decode"}
+    assert {(e.operator, e.module) for e in census.allowed} == {
+        ("aten::div_", "sampler"),
+        ("_C::fused_gumbel_argmax", "sampler.topk_topp_sampler"),
+    }
 
 
-def test_the_census_of_the_native_engine_is_not_empty(native: dict[str, Any]) -> None:
-    assert any(name.startswith("_C::weight_packed_linear") for name in native["bfloat16"]["census"])
+def test_the_census_of_the_native_engine_is_not_clean_and_names_its_closed_kernels(
+    native: dict[str, Any],
+) -> None:
+    census = Census.from_dict(native["bfloat16"]["census"])
+    for case in ("engine_prefill", "engine_decode"):
+        here = {(e.operator, e.module) for e in census.case(case)}
+        assert ("_C::weight_packed_linear", "model.layers.2.mlp.down_proj") in here
+        assert any(operator == "_C::rotary_embedding" for operator, _ in here) or len(here) > 10
+    assert census.inside == {"engine_prefill": 0, "engine_decode": 0}
 
 
 def test_loaded_weights_have_the_digests_of_the_checkpoint(
@@ -100,7 +113,7 @@ def test_a_packed_copy_that_is_no_longer_its_weight_is_found(found: dict[str, An
 
 
 def test_every_region_ran_in_the_steps_themselves(found: dict[str, Any]) -> None:
-    assert all(found["calls"].get(region, 0) > 0 for region in REGIONS)
+    assert all(found["calls"].get(region, 0) > 0 for region in FORWARD)
 
 
 def test_the_native_engine_has_other_bits(native: dict[str, Any], found: dict[str, Any]) -> None:
