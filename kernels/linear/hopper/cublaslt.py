@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "PROBES",
+    "SHIPPED",
     "WANTED",
     "ProbeError",
     "SwitchError",
@@ -48,6 +50,7 @@ class Switches:
 
 
 WANTED = Switches(library="cublaslt", reduced_precision=False, split_k=False)
+SHIPPED = Switches(library="cublas", reduced_precision=True, split_k=True)  # as torch starts
 
 
 class SwitchError(IsoExecError):

@@ -7,22 +7,18 @@ A process of its own: Triton decides when a kernel is decorated whether it is in
 from __future__ import annotations
 
 import json
-import os
 import sys
 import traceback
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"
-
+import emulation  # noqa: F401 - the interpreter is asked for before anything imports triton
 import numpy as np
 import torch
-import triton.language as tl
 from torch import Tensor
-from triton.runtime import interpreter
 
-from isoexec.kernels.hopper import arithmetic, spec
+from isoexec.kernels.hopper import spec
 from isoexec.kernels.linear.hopper import kernel as linear_kernel
 from isoexec.kernels.linear.hopper import naive as linear_naive
 from isoexec.kernels.logprobs.hopper import kernel as logprobs_kernel
@@ -64,46 +60,6 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def rand(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape) * scale).to(dtype)
-
-
-def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-    """A tensor-core dot: 16 products at a time, exact, added to the accumulator with one rounding."""
-
-    def wide(h: Any) -> Any:
-        assert h.dtype.scalar == tl.bfloat16, h.dtype
-        return (h.data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-
-    x, w, acc = wide(a), wide(b), d.data.astype(np.float32)
-    for k in range(0, x.shape[-1], 16):
-        acc = (x[..., k : k + 16] @ w[..., k : k + 16, :] + acc.astype(np.float64)).astype(np.float32)
-    return interpreter.TensorHandle(acc, d.dtype.scalar)
-
-
-_cast = interpreter.InterpreterBuilder.cast_impl
-
-
-def _nearest(self: Any, src: Any, dst_type: Any) -> Any:
-    """fp32 to bf16 as a GPU does it, to nearest even; the interpreter cuts the low bits off."""
-    if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
-        return _cast(self, src, dst_type)
-    rounded = torch.from_numpy(np.ascontiguousarray(src.data, dtype=np.float32)).bfloat16()
-    return interpreter.TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
-
-
-_reduce = interpreter.ReduceOps.apply_impl
-
-
-def _largest(self: Any, given: Any) -> Any:
-    """The interpreter knows Triton's own maximum; another one it combines element by element in Python."""
-    if self.combine_fn is not arithmetic._larger:
-        return _reduce(self, given)
-    found = np.maximum.reduce(given[0].handle.data, axis=self.axis, keepdims=self.keep_dims)
-    return self.to_tensor(found, given[0].dtype)
-
-
-interpreter.ReduceOps.apply_impl = _largest
-interpreter.InterpreterBuilder.create_dot = _dot
-interpreter.InterpreterBuilder.cast_impl = _nearest
 
 
 def norm(x: Tensor, w: Tensor, **free: Any) -> Tensor:

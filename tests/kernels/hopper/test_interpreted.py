@@ -24,7 +24,7 @@ CHECKS = [
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, str]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment, timeout=280
     )

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs every check of the sm90 gates in Triton's interpreter at tiny sizes, and prints `{gate family: failures}` as JSON.
+
+The ops get CPU kernels here, the chain's table a few small weights; the library and its switches are CPU's torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from importlib import import_module
+from typing import Any
+
+import emulation  # noqa: F401 - the interpreter is asked for before anything imports triton
+import numpy as np
+import torch
+
+from isoexec.kernels.gates import forward
+from isoexec.kernels.hopper import library
+
+_define = library.define
+
+
+def _on_cpu_too(schema: str, kernel: Any, fake: Any) -> Any:
+    op = _define(schema, kernel, fake)
+    library._LIBRARY.impl(schema.partition("(")[0], kernel, "CPU")
+    return op
+
+
+library.define = _on_cpu_too
+
+from isoexec.kernels.linear.hopper import cublaslt, kernel, table  # noqa: E402
+
+TILE = kernel.Tile(kind="pointers", rows=16, columns=32, depth=64, warps=4, stages=2)
+WEIGHTS = ((32, 64), (64, 128))
+SMALL: dict[str, dict[str, Any]] = {
+    "rms_norm": {
+        "SHAPES": (("hidden", 1, 96), ("heads", 3, 16)),
+        "ROWS": 9,
+        "SOME": 9,
+        "FREE": [(1, 1), (4, 2)],
+    },
+    "silu_mul": {"WIDTHS": (40,), "ROWS": 9, "SOME": 9},
+    "rope": {"SHAPES": ((8, 16, 1e6),), "ROWS": 9, "SOME": 9},
+    "logprobs": {"VOCABULARIES": (320,), "ROWS": 9, "SOME": 9},
+    "linear": {"ROWS": (1, 2, 16, 17), "MOST": 20, "SOME": 9},
+}
+CONSTANTS: dict[str, dict[str, Any]] = {
+    "rms_norm": {"reduce": "pair_tree", "accumulate": "float32"},
+    "silu_mul": {},
+    "rope": {"table": "float64_to_float32", "length": 8192},
+    "logprobs": {"block": 16, "vocab_leaves": 8},
+    "linear": {"step": 16, "accumulate": "float32", "boundary": "model"},
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    np.seterr(all="ignore")  # infinities and NaN are among the inputs
+    forward.QUICK = (1, 3, 9)
+    table.tiles = lambda: dict.fromkeys(WEIGHTS, ((1, TILE), (8192, TILE)))
+    cublaslt.restore = lambda state: None
+    cublaslt.check = lambda: None
+    cublaslt.PROBES = ((16, 32, 64),)
+    results = {}
+    for op in sys.argv[1:] or SMALL:
+        gate = import_module(f"isoexec.kernels.{op}.hopper.gate")
+        for name, value in SMALL[op].items():
+            assert hasattr(gate, name), (op, name)
+            setattr(gate, name, value)
+        for family in gate.GATE.families:
+            try:
+                check = gate.GATE.run(family, CONSTANTS[op], full=False)
+                results[f"{op} {family}"] = [*check.failures(), f"{check.elements}"]
+            except Exception:  # noqa: BLE001 - reported to the test that asked
+                results[f"{op} {family}"] = [traceback.format_exc(limit=6)]
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sm90 attention in Triton's interpreter: its kernels against their specification, and its calls of the library.
+
+In place of FlashAttention-3 stands a function with its signature that evaluates the specification; so what is checked here is
+which rows and keys each call names, how the calls are put together, and the merge. The library's bits need a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import interpreted as base  # patches the interpreter; first
+import numpy as np
+import torch
+from interpreted import differing, other, poisoned, rand, same
+from torch import Tensor
+from triton.runtime import interpreter
+
+from isoexec.kernels.attention.hopper import fa3, kernel, naive
+from isoexec.kernels.attention.hopper.ops import Plan, _attention, plan
+from isoexec.kernels.domain import DomainError
+
+CHECKS: dict[str, Callable[[], None]] = {}
+BF16 = torch.bfloat16
+D, S, PAGE = 64, 32, 8  # a segment shorter than a block: the calls are checked here, not the library
+SCALE = D**-0.5
+
+
+def _wide(name: str) -> Callable[[Any, Any], Any]:
+    """exp2 and log2 rounded from fp64, as the specification takes them."""
+
+    def apply(self: Any, arg: Any) -> Any:
+        found = getattr(np, name)(arg.data.astype(np.float64)).astype(np.float32)
+        return interpreter.TensorHandle(found, arg.dtype.scalar)
+
+    return apply
+
+
+interpreter.InterpreterBuilder.create_exp2 = _wide("exp2")
+interpreter.InterpreterBuilder.create_log2 = _wide("log2")
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def segment(
+    q: Tensor, k: Tensor, v: Tensor, visible: int, scale: float = SCALE, **free: Any
+) -> tuple[Tensor, Tensor]:
+    out, lse = poisoned(*q.shape), poisoned(q.shape[1], len(q), dtype=torch.float32)
+    kernel.launch_segment(q, k, v, out, lse, visible=visible, scale=scale, hardware=False, **free)
+    return out, lse
+
+
+def specified(q: Tensor, k: Tensor, v: Tensor, visible: int, scale: float = SCALE) -> tuple[Tensor, Tensor]:
+    group = q.shape[1] // k.shape[1]
+    limit = (visible + torch.arange(len(q))).clamp(max=len(k))
+    found = [
+        naive.segment(q[:, h], k[:, h // group], v[:, h // group], limit, scale) for h in range(q.shape[1])
+    ]
+    return torch.stack([out for out, _ in found], 1), torch.stack([lse for _, lse in found])
+
+
+@check
+def a_segment_has_its_specifications_bits() -> None:
+    for width, rows, keys, visible in (
+        (64, 5, 300, 290),
+        (64, 20, 20, 1),
+        (128, 3, 130, 128),
+        (256, 4, 170, 160),
+    ):
+        q, k, v = rand(rows, 2, width, scale=2.0), rand(keys, 1, width), rand(keys, 1, width)
+        got = segment(q, k, v, visible, width**-0.5)
+        for a, b in zip(got, specified(q, k, v, visible, width**-0.5), strict=True):
+            same(a, b, (width, rows, keys, visible))
+
+
+@check
+def a_row_of_a_segment_has_the_same_bits_alone_and_among_others() -> None:
+    q, k, v = rand(20, 2, D), rand(150, 1, D), rand(150, 1, D)
+    out, lse = segment(q, k, v, 131)
+    for row in (0, 7, 19):
+        alone = segment(q[row : row + 1], k, v, 131 + row)
+        same(alone[0], out[row : row + 1], row)
+        same(alone[1], lse[:, row : row + 1], row)
+    shorter = segment(q[:7], k[:137], v[:137], 131)
+    same(shorter[0], out[:7], "keys beyond the last row")
+
+
+@check
+def a_segment_differs_with_blocks_in_the_other_order_or_of_another_size() -> None:
+    q, k, v = rand(16, 2, D, scale=2.0), rand(300, 1, D), rand(300, 1, D)
+    _, lse = segment(q, k, v, 285)
+    other(segment(q, k, v, 285, ascending=True)[1], lse, "ascending")
+    other(segment(q, k, v, 285, keys=64)[1], lse, "blocks of 64")
+
+
+@check
+def a_segment_is_attention() -> None:
+    q, k, v = rand(9, 2, D, scale=2.0), rand(200, 1, D), rand(200, 1, D)
+    out, lse = segment(q, k, v, 192)
+    s = torch.einsum("rhd,kd->hrk", q.double(), k[:, 0].double()) * SCALE
+    s = s.masked_fill(torch.arange(200) >= (192 + torch.arange(9))[:, None], -torch.inf)
+    exact = torch.einsum("hrk,kd->rhd", s.softmax(-1), v[:, 0].double())
+    assert float((out.double() - exact).norm() / exact.norm()) < 4e-3
+    assert float((lse.double() - s.logsumexp(-1)).abs().max()) < 1e-5
+
+
+@check
+def a_merge_has_its_specifications_bits() -> None:
+    for slots in (1, 2, 5):
+        for sinks in (None, rand(3, dtype=torch.float32)):
+            parts, lse = rand(slots, 4, 3, D), rand(slots, 3, 4, dtype=torch.float32, scale=4.0)
+            position = torch.tensor([0, S - 1, (slots - 1) * S, slots * S - 1], dtype=torch.int32)
+            want = torch.stack(
+                [
+                    naive.merge(parts[: p // S + 1, t], lse[: p // S + 1, :, t], sinks)
+                    for t, p in enumerate(position.tolist())
+                ]
+            )
+            out = poisoned(4, 3, D)
+            kernel.launch_merge(None, None, parts, lse, position, sinks, out, kv_segment=S)
+            same(out, want, (slots, sinks is not None, "together"))
+            mine = (position // S).long()
+            own = parts[mine, torch.arange(4)].clone()
+            own_lse = lse[mine, :, torch.arange(4)].t().contiguous()
+            kernel.launch_merge(own, own_lse, parts, lse, position, sinks, own, kv_segment=S)
+            same(own, want, (slots, sinks is not None, "own apart"))
+    parts, lse = rand(2, 1, 3, D), rand(2, 3, 1, dtype=torch.float32)
+    other(
+        naive.merge(parts[:, 0], lse[:, :, 0]),
+        naive.merge(parts.flip(0)[:, 0], lse.flip(0)[:, :, 0]),
+        "order",
+    )
+
+
+def library(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *args: Any,
+) -> list[Tensor]:
+    """FlashAttention-3's forward by the specification; refuses what would be another code path."""
+    _, _, _, out, cu_q, cu_k, _, used_q, used_k, most_rows, most_keys, pages, *rest = args
+    scale, causal, left, right, _, _, metadata, splits, pack, _, s_aux, spread, rank, total = rest[8:]
+    assert (metadata, splits, pack, s_aux, rank) == (None, 1, None, None, 0)
+    assert most_rows >= fa3.FEWEST[q.shape[-1]]
+    assert all(t.is_contiguous() and t.dtype == torch.int32 for t in (cu_q, used_q, used_k))
+    assert len(cu_q) == len(used_q) + 1 == len(used_k) + 1
+    assert (cu_k is None) != (pages is None)
+    result = poisoned(*q.shape) if out is None else out
+    lse = poisoned(q.shape[1], len(q), dtype=torch.float32)
+    width = k.shape[1] if pages is not None else 0
+    for e, (at, rows, keys) in enumerate(zip(cu_q.tolist(), used_q.tolist(), used_k.tolist(), strict=False)):
+        if not rows:
+            continue
+        assert keys > 0
+        assert rows <= most_rows
+        assert at + rows <= len(q)
+        if pages is None:
+            own_k, own_v = (x[cu_k[e] : cu_k[e] + keys] for x in (k, v))
+        else:
+            assert pages.shape == (len(used_q), most_keys // width if left < 0 else pages.shape[1])
+            of = pages[e, : -(-keys // width)].long()
+            own_k, own_v = (x[of].flatten(0, 1)[:keys] for x in (k, v))
+        if causal and spread > 1:
+            step = torch.arange(rows)
+            limit = (step + int(total[e]) - rows) // spread + 1
+            assert int(limit.min()) >= keys, "a row beyond the segment must see all of it"
+        elif causal:
+            assert keys >= rows
+            limit = torch.arange(rows) + 1 + keys - rows
+        else:
+            assert right == -1
+            assert left == -1 or left > keys
+            assert left == -1 or most_keys - 1 > left, "the library drops a window that covers all keys"
+            limit = torch.full((rows,), keys)
+        o, le = specified_rows(q[at : at + rows], own_k, own_v, limit.clamp(max=keys), scale)
+        result[at : at + rows], lse[:, at : at + rows] = o, le
+    return [result, lse]
+
+
+def specified_rows(q: Tensor, k: Tensor, v: Tensor, limit: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    group = q.shape[1] // k.shape[1]
+    found = [
+        naive.segment(q[:, h], k[:, h // group], v[:, h // group], limit, scale) for h in range(q.shape[1])
+    ]
+    return torch.stack([o for o, _ in found], 1), torch.stack([lse for _, lse in found])
+
+
+@contextmanager
+def stand_in(past: str | None = None) -> Iterator[None]:
+    load, paths = fa3.load, dict(fa3.PAST)
+    fa3.load = lambda: library  # type: ignore[assignment]
+    if past:
+        fa3.PAST.update(dict.fromkeys(fa3.PAST, past))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        fa3.load = load
+        fa3.PAST.update(paths)
+
+
+def run(step: Plan, q: Tensor, k: Tensor, v: Tensor, position: Tensor, sinks: Tensor | None = None) -> Tensor:
+    tables = (step.own, step.own_pages, step.past, step.past_pages)
+    sizes = (step.kv_segment, step.requests, step.tokens, step.most_rows, step.single, step.folded)
+    return _attention(q, k, v, position, *tables, sinks, SCALE, *sizes)
+
+
+def ints(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+LENGTHS = (3 * S + 5, 7, S, S + 1)
+STARTS = (0, *np.cumsum(LENGTHS).tolist())
+
+
+class Cache:
+    """The same keys packed and in pages of a cache whose unused rows are NaN."""
+
+    def __init__(self) -> None:
+        self.q, self.k, self.v = (
+            rand(STARTS[-1], 2, D, scale=2.0),
+            rand(STARTS[-1], 1, D),
+            rand(STARTS[-1], 1, D),
+        )
+        self.position = torch.cat([torch.arange(n) for n in LENGTHS]).int()
+        width = [-(-n // PAGE) for n in LENGTHS]
+        order = torch.randperm(sum(width) + 3).tolist()
+        self.blocks = torch.full((len(LENGTHS), max(width)), -1, dtype=torch.int32)
+        self.keys, self.values = poisoned(len(order), PAGE, 1, D), poisoned(len(order), PAGE, 1, D)
+        for b, n in enumerate(LENGTHS):
+            for w in range(width[b]):
+                page, size = order.pop(), min(PAGE, n - w * PAGE)
+                self.blocks[b, w] = page
+                at = STARTS[b] + w * PAGE
+                self.keys[page, :size], self.values[page, :size] = (
+                    self.k[at : at + size],
+                    self.v[at : at + size],
+                )
+
+    def whole(self, sinks: Tensor | None = None) -> Tensor:
+        parts = [slice(STARTS[b], STARTS[b + 1]) for b in range(len(LENGTHS))]
+        return torch.cat(
+            [
+                naive.attention(self.q[p], self.k[p], self.v[p], SCALE, kv_segment=S, sinks=sinks)
+                for p in parts
+            ]
+        )
+
+    def packed(self, sinks: Tensor | None = None, **bounds: Any) -> Tensor:
+        step = plan(
+            requests=len(LENGTHS),
+            tokens=len(self.q),
+            most_rows=max(LENGTHS),
+            most_keys=max(LENGTHS),
+            kv_segment=S,
+            device="cpu",
+            **bounds,
+        )
+        step.fill(ints(STARTS), ints(LENGTHS), k_start=ints(STARTS[:-1]))
+        return run(step, self.q, self.k, self.v, self.position, sinks)
+
+    def rows(
+        self, of: dict[int, tuple[int, int]], sinks: Tensor | None = None, **bounds: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Request b's positions of[b] through the cache: (result, the rows' indices in the packed batch)."""
+        index = torch.cat([STARTS[b] + torch.arange(*span) for b, span in of.items()])
+        spans = list(of.values())
+        step = plan(
+            requests=len(of),
+            tokens=len(index),
+            most_rows=max(b - a for a, b in spans),
+            kv_segment=S,
+            page=PAGE,
+            device="cpu",
+            **{"most_keys": max(LENGTHS), **bounds},
+        )
+        step.fill(
+            ints([0, *np.cumsum([b - a for a, b in spans])]),
+            ints([b for _, b in spans]),
+            blocks=self.blocks[list(of)],
+        )
+        return run(step, self.q[index], self.keys, self.values, self.position[index], sinks), index
+
+
+@check
+def packed_batches_have_the_specifications_bits_on_every_path() -> None:
+    cache = Cache()
+    want = cache.whole()
+    for past in fa3.PAST.values():
+        for folded in (False, True):
+            with stand_in(past):
+                same(cache.packed(folded=folded), want, (past, folded))
+
+
+@check
+def the_references_own_segments_and_merge_have_the_specifications_bits() -> None:
+    cache = Cache()
+    sinks = rand(2, dtype=torch.float32)
+    part = slice(STARTS[3], STARTS[4])
+    for given in (None, sinks):
+        got = kernel.reference(
+            cache.q[part], cache.k[part], cache.v[part], SCALE, kv_segment=S, sinks=given, hardware=False
+        )
+        same(got, cache.whole(given)[part], given is not None)
+
+
+@check
+def decode_prefill_and_chunks_through_pages_have_the_bits_of_the_packed_batch() -> None:
+    cache = Cache()
+    for sinks in (None, rand(2, dtype=torch.float32)):
+        with stand_in():
+            want = cache.packed(sinks)
+            for of in (
+                {b: (0, n) for b, n in enumerate(LENGTHS)},  # prefill
+                {b: (n - 1, n) for b, n in enumerate(LENGTHS)},  # decode
+                {0: (0, 1)},  # the first token alone
+                {0: (S, S + 1), 3: (S - 1, S)},  # at the edge of a segment
+                {0: (3, 2 * S + 9)},  # a chunk over three segments that starts inside one
+                {0: (S - 6, S + 7)},  # draft tokens over an edge
+                {3: (S, S + 1), 0: (10, 3 * S), 1: (0, 7)},  # decode and prefill in one step
+            ):
+                got, index = cache.rows(of, sinks)
+                same(got, want[index], of)
+                got, index = cache.rows(of, sinks, most_keys=6 * S, folded=False)
+                same(got, want[index], (of, "larger bounds, a call a segment"))
+
+
+@check
+def requests_without_rows_and_pages_without_keys_change_nothing() -> None:
+    cache = Cache()
+    with stand_in():
+        want = cache.packed()
+        got, index = cache.rows({1: (6, 7), 2: (5, 5), 0: (90, 91)})
+        same(got, want[index])
+
+
+@check
+def attention_differs_with_another_segment_and_without_its_sinks() -> None:
+    cache = Cache()
+    sinks = rand(2, dtype=torch.float32)
+    with stand_in():
+        other(cache.packed(sinks), cache.packed(), "sinks")
+    part = slice(STARTS[0], STARTS[1])
+    rows = cache.q[part], cache.k[part], cache.v[part]
+    other(
+        kernel.reference(*rows, SCALE, kv_segment=S, hardware=False),
+        kernel.reference(*rows, SCALE, kv_segment=2 * S, hardware=False),
+        "kv_segment",
+    )
+
+
+@check
+def what_is_outside_the_domain_is_refused() -> None:
+    cache = Cache()
+    for bounds in ({"most_keys": 33 * S}, {"kv_segment": 100, "page": 16}, {"most_rows": 0}):
+        given = {"requests": 1, "tokens": 4, "most_rows": 4, "most_keys": 9, "kv_segment": S, "device": "cpu"}
+        try:
+            plan(**{**given, **bounds})  # type: ignore[arg-type]
+        except DomainError:
+            continue
+        raise AssertionError(bounds)
+    step = plan(requests=1, tokens=4, most_rows=4, most_keys=9, kv_segment=S, device="cpu")
+    for q, k in (
+        (cache.q[:4, :, :32], cache.k[..., :32]),
+        (cache.q[:4].float(), cache.k.float()),
+        (cache.q[:5], cache.k),
+    ):
+        try:
+            run(step, q, k, k, torch.arange(len(q), dtype=torch.int32))
+        except DomainError:
+            continue
+        raise AssertionError((q.shape, q.dtype))
+
+
+if __name__ == "__main__":
+    assert differing is base.differing
+    base.CHECKS.clear()
+    base.CHECKS.update(CHECKS)
+    base.main()
