@@ -19,7 +19,8 @@ __all__ = ["clear", "run"]
 def run(argv: list[str]) -> int:
     """Check, read, compare and pin contracts.
 
-    Exit codes: 0 fine; 1 a finding, a disagreement or an unusable contract; 2 wrong usage.
+    Exit codes: 0 fine; 1 a finding, a disagreement or an unusable contract; 2 wrong usage, and for lint a file that is
+    no contract.
     """
     parser = argparse.ArgumentParser(
         prog="isoexec contract", description="Check, read and compare contracts."
@@ -32,10 +33,18 @@ def run(argv: list[str]) -> int:
         return sub
 
     where = "a contract file, or the name of a shipped contract"
-    sub = command("lint", "check what a contract means; 1 when a rule is broken", _lint)
-    sub.add_argument("file", help=where)
+    words = (
+        "check what contracts mean, and their evidence; 1 when a rule is broken, 2 when a file is no contract"
+    )
+    sub = command("lint", words, _lint)
+    sub.add_argument("files", nargs="+", metavar="file", help=where)
     sub.add_argument("--strict", action="store_true", help="let warnings fail too")
-    _format(sub)
+    sub.add_argument(
+        "--evidence", action="append", type=Path, metavar="DIR",
+        help="folder of records, instead of ISOEXEC_EVIDENCE and the shipped ones; may be repeated",
+    )  # fmt: skip
+    sub.add_argument("--at", metavar="TIME", help="judge expiry at a time such as 2026-01-31T12:00:00Z")
+    _format(sub, "sarif")
     sub = command("show", "print what a contract promises, and what of it is unproven", _show)
     sub.add_argument("file", help=where)
     _format(sub)
@@ -53,8 +62,11 @@ def run(argv: list[str]) -> int:
     sub.add_argument("a", help=where)
     sub.add_argument("b", help=where)
     _format(sub)
-    sub = command("explain", "print what a lint rule means", _explain)
-    sub.add_argument("rule", help="an id such as IX001")
+    sub = command("explain", "print what a lint rule means; all rules, a line each, without an id", _explain)
+    sub.add_argument("rule", nargs="?", default="", help="an id such as IX001")
+    sub.add_argument(
+        "--format", choices=("text", "markdown"), default="text", help="markdown: the page of all rules"
+    )
     sub = command("path", "print where a shipped contract lies, for ISOEXEC_CONTRACT", _where)
     sub.add_argument("name", help="name of a shipped contract")
     command("schema", "print the JSON Schema of a contract", _schema)
@@ -112,8 +124,8 @@ def clear(argv: list[str]) -> int:
     return 0
 
 
-def _format(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="how to print it")
+def _format(parser: argparse.ArgumentParser, *more: str) -> None:
+    parser.add_argument("--format", choices=("text", "json", *more), default="text", help="how to print it")
 
 
 def _path(name: str) -> Path:
@@ -132,19 +144,26 @@ def _json(value: object) -> None:
 
 
 def _lint(args: argparse.Namespace) -> int:
-    from isoexec.contracts.lint import lint
+    from isoexec.contracts.evidence import Store, default_store, moment
+    from isoexec.contracts.lint_report import check, exit_code, render, unreadable
 
-    findings = lint(_load(args.file))
-    errors = sum(finding.severity == "error" for finding in findings)
-    warnings = len(findings) - errors
-    if args.format == "json":
-        found = [finding.to_dict() for finding in findings]
-        _json({"file": args.file, "errors": errors, "warnings": warnings, "findings": found})
-    else:
-        for finding in findings:
-            print(f"{args.file}: {finding}")
-        print(f"{args.file}: {errors} errors, {warnings} warnings")
-    return 1 if errors or (args.strict and warnings) else 0
+    try:
+        now = moment(args.at) if args.at is not None else None
+    except ValueError:
+        print(
+            f"isoexec contract lint: --at {args.at!r} is no time such as 2026-01-31T12:00:00Z",
+            file=sys.stderr,
+        )
+        return 2
+    store = Store(args.evidence) if args.evidence else default_store()
+    reports = []
+    for name in args.files:
+        try:
+            reports.append(check(_path(name), store=store, now=now))
+        except ContractError as error:  # the name is neither a file's nor a shipped contract's
+            reports.append(unreadable(name, error))
+    print(render(reports, args.format))
+    return exit_code(reports, strict=args.strict)
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -196,8 +215,12 @@ def _diff(args: argparse.Namespace) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     from isoexec.contracts.lint import explain
+    from isoexec.contracts.lint_report import rules_page
 
-    print(explain(args.rule))
+    if args.format == "markdown":
+        print(rules_page(), end="")
+    else:
+        print(explain(args.rule))
     return 0
 
 

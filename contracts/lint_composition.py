@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lint rules IX001 to IX012: who owns which operator, who computes it, and why that is believed."""
+"""Lint rules on the composition: who owns which operator in which case, under which names, and why that is believed."""
 
 from __future__ import annotations
 
@@ -8,22 +8,14 @@ from collections.abc import Iterator
 
 from isoexec.contracts.digests import ZERO
 from isoexec.contracts.lint import Found, rule
-from isoexec.contracts.parts import Binding, Discharge, Provider
+from isoexec.contracts.lint_tables import entry, required_ops
 from isoexec.contracts.schema import Contract
 
 
-def _entry(binding: Binding) -> str:
-    return f"composition[{binding.region}]"
-
-
-def _provider(provider: Provider) -> str:
-    return f"providers[{provider.function}|{provider.name}]"
-
-
-def _required(contract: Contract, case: str) -> list[str]:
-    """Operators a case must own: the model's, and the step's where it has gradients."""
-    grad = contract.case(case).grad
-    return [*contract.model.ops, *(contract.model.step_ops if grad != "no_grad" else ())]
+def _bound(contract: Contract) -> list[str]:
+    """Return the cases that any entry holds for; the others are IX014's."""
+    named = {name for binding in contract.composition for name in binding.cases}
+    return [case.name for case in contract.cases if case.name in named]
 
 
 def _owners(contract: Contract, case: str) -> Counter[str]:
@@ -35,15 +27,19 @@ def every_op_is_owned(contract: Contract) -> Iterator[Found]:
     """In every case every operator of the model is owned by a region.
 
     An operator nobody owns runs whatever kernel the runtime happens to choose, and its bits are nobody's promise.
+
+    Breach: model.ops has final_norm, and no entry of the composition lists it in its ops.
+
+    Fix: add the operator to the entry that computes it, in every case.
     """
-    for case in contract.cases:
-        owners = _owners(contract, case.name)
-        for op in _required(contract, case.name):
+    for case in _bound(contract):
+        owners = _owners(contract, case)
+        for op in required_ops(contract, case):
             if not owners[op]:
                 yield (
-                    f"cases[{case.name}]",
+                    f"cases[{case}]",
                     f"operator {op} is owned by no region",
-                    f"add {op} to the ops of a composition entry that holds for {case.name}",
+                    f"add {op} to the ops of a composition entry that holds for {case}",
                 )
 
 
@@ -52,15 +48,17 @@ def no_op_is_owned_twice(contract: Contract) -> Iterator[Found]:
     """In no case is an operator owned by two composition entries.
 
     Two owners mean two schedules for one value; which of them ran would be an accident of installation order.
+
+    Breach: the entries norm and attention both list q_norm for engine_decode.
+
+    Fix: let one entry own the operator in each case.
     """
-    for case in contract.cases:
-        for op, count in _owners(contract, case.name).items():
+    for case in _bound(contract):
+        for op, count in _owners(contract, case).items():
             if count > 1:
-                regions = sorted(
-                    b.region for b in contract.composition if case.name in b.cases and op in b.ops
-                )
+                regions = sorted(b.region for b in contract.composition if case in b.cases and op in b.ops)
                 yield (
-                    f"cases[{case.name}]",
+                    f"cases[{case}]",
                     f"operator {op} is owned {count} times, by {', '.join(regions)}",
                     "let one entry own it",
                 )
@@ -71,6 +69,10 @@ def regions_are_known(contract: Contract) -> Iterator[Found]:
     """A tolerance is blamed on regions that the composition has.
 
     Blame on a region that does not exist can never be checked, so the tolerance would excuse anything.
+
+    Breach: a tolerance with regions: [attn], in a contract whose region is called attention.
+
+    Fix: name a region of the composition.
     """
     for tolerance in contract.claims.tolerances:
         for region in tolerance.regions:
@@ -87,45 +89,22 @@ def cases_are_known(contract: Contract) -> Iterator[Found]:
     """Every case named anywhere is one of `cases`.
 
     A misspelt case silently takes an entry, a tolerance or a bitwise claim away from the case it was meant for.
+
+    Breach: claims.bitwise names trainer_forward, and the case is called trainer_fwd.
+
+    Fix: mend the name, or add the case.
     """
     known = {case.name for case in contract.cases}
-    named = [(_entry(binding), binding.cases) for binding in contract.composition]
+    named = [(f"{entry(contract, binding)}.cases", binding.cases) for binding in contract.composition]
     named += [("claims.bitwise", group) for group in contract.claims.bitwise]
-    named += [("claims.tolerances", tolerance.cases) for tolerance in contract.claims.tolerances]
+    named += [
+        (f"claims.tolerances[{'+'.join(sorted(one.cases))}].cases", one.cases)
+        for one in contract.claims.tolerances
+    ]
     for path, cases in named:
         for case in cases:
             if case not in known:
                 yield path, f"unknown case {case}", f"use one of {', '.join(sorted(known))}, or add the case"
-
-
-@rule("IX005")
-def functions_have_providers(contract: Contract) -> Iterator[Found]:
-    """Every bound function has a provider for every role whose cases bind it.
-
-    Without an admitted provider there is nothing the adapter could install, and it must refuse the region.
-    """
-    for binding in contract.composition:
-        roles = {case.role for case in contract.cases if case.name in binding.cases}
-        for role in sorted(roles):
-            serving = [p for p in contract.providers if p.function == binding.function and role in p.roles]
-            if not serving:
-                yield (
-                    _entry(binding),
-                    f"no provider of {binding.function} serves the {role}",
-                    f"add a provider of {binding.function} with role {role}, or bind another function",
-                )
-
-
-@rule("IX006", "warning")
-def providers_are_used(contract: Contract) -> Iterator[Found]:
-    """Every provider computes a function that the composition binds.
-
-    An unused provider is often one whose function id or version was misspelt.
-    """
-    bound = {binding.function for binding in contract.composition}
-    for provider in contract.providers:
-        if provider.function not in bound:
-            yield _provider(provider), f"no region binds {provider.function}", "bind it, or drop the provider"
 
 
 @rule("IX007")
@@ -133,111 +112,76 @@ def ops_are_known(contract: Contract) -> Iterator[Found]:
     """A region owns only operators that the model has in those cases.
 
     An operator outside the model is not computed in the case, so nothing could be installed or checked for it.
+
+    Breach: an entry of engine_decode owns grad_norm, which only cases with gradients compute.
+
+    Fix: mend the operator's name, add it to model.ops or model.step_ops, or take the case out of the entry.
     """
-    known = {case.name: _required(contract, case.name) for case in contract.cases}
+    known = {case.name: required_ops(contract, case.name) for case in contract.cases}
     for binding in contract.composition:
         for op in binding.ops:
             for case in binding.cases:
                 if case in known and op not in known[case]:
                     yield (
-                        _entry(binding),
+                        entry(contract, binding),
                         f"operator {op} is none of the model's in case {case}",
                         "add it to model.ops or model.step_ops, or mend the name",
                     )
 
 
-@rule("IX008")
-def both_sides_bind_one_function(contract: Contract) -> Iterator[Found]:
-    """Cases claimed bitwise bind the same function with the same constants for every operator, or prove it equal.
-
-    Engine and trainer that compute different schedules differ in bits, unless evidence shows that they do not.
-    """
-    for group in contract.claims.bitwise:
-        for op in contract.model.ops:
-            owners = [b for b in contract.composition if op in b.ops and set(group) & set(b.cases)]
-            schedules = {(b.function, tuple(sorted(map(repr, b.constants.items())))) for b in owners}
-            unproven = [b for b in owners if b.discharge.kind != "evidence"]
-            if len(schedules) > 1 and unproven:
-                names = ", ".join(sorted({f"{b.region} ({b.function})" for b in owners}))
-                yield (
-                    _entry(unproven[0]),
-                    f"cases claimed bitwise compute {op} by different functions or constants: {names}",
-                    "bind one function with one set of constants, discharge with evidence, or claim a tolerance",
-                )
-
-
-@rule("IX009")
-def providers_are_discharged(contract: Contract) -> Iterator[Found]:
-    """Every provider has a discharge: evidence, or it is the function's specification.
-
-    Bits that nobody compared are unknown, and unknown is never admitted.
-    """
-    for provider in contract.providers:
-        if provider.discharge.kind == "none":
-            yield (
-                _provider(provider),
-                "no discharge: that its bits are the function's is unknown",
-                "run its gates and name the evidence record",
-            )
-        elif _is_zero(provider.discharge):
-            yield _provider(provider), "evidence is the all-zero digest", "name the evidence record"
-
-
-@rule("IX010")
-def reference_is_the_specification(contract: Contract) -> Iterator[Found]:
-    """Only an own kernel may be discharged by reference.
-
-    `reference` says that the provider's source is the function's specification. A library's source is never that.
-    """
-    for provider in contract.providers:
-        if provider.discharge.kind == "reference" and (
-            provider.kind != "kernel" or provider.artifact is not None
-        ):
-            what = "a library" if provider.kind != "kernel" else "a compiled artifact"
-            yield (
-                _provider(provider),
-                f"{what} is discharged by reference",
-                "discharge it with evidence that its bits are the function's",
-            )
-
-
 @rule("IX011")
 def bindings_are_discharged(contract: Contract) -> Iterator[Found]:
-    """Every binding is discharged, and one that says it preserves the reference's bits has evidence.
+    """Every entry of the composition names the evidence that its cases have the same bits.
 
-    A fused or reordered schedule keeps the canonical bits only where a gate has shown that it does.
+    That prefill, decode and the trainer's forwards agree is what a contract promises; nobody having compared them, it is
+    a hope. Such a region is listed as unproven by `isoexec contract show` and never installed.
+
+    Breach: an entry with discharge: {kind: none}, or with an all-zero digest that was never filled in.
+
+    Fix: run the function's gate and write the record's digest (isoexec gate run --pin FILE), or leave the region out.
     """
     for binding in contract.composition:
-        if binding.route == "reference_preserving" and binding.discharge.kind != "evidence":
+        if binding.discharge.kind != "evidence" or binding.discharge.evidence == ZERO:
+            found = "an all-zero digest" if binding.discharge.kind == "evidence" else "no discharge"
             yield (
-                _entry(binding),
-                f"route reference_preserving with discharge {binding.discharge.kind}",
-                "name the evidence record, or take route composition_defining",
+                f"{entry(contract, binding)}.discharge",
+                f"{found}: that its cases give the same bits is unknown",
+                "run its gate and name the record (isoexec gate run --pin FILE)",
             )
-        elif binding.discharge.kind == "none":
-            yield (
-                _entry(binding),
-                "no discharge: that its cases give the same bits is unknown",
-                "name the evidence record, or say reference where one provider serves all its cases",
-            )
-        elif _is_zero(binding.discharge):
-            yield _entry(binding), "evidence is the all-zero digest", "name the evidence record"
 
 
-@rule("IX012", "warning")
-def sources_are_pinned(contract: Contract) -> Iterator[Found]:
-    """Every kernel's source digest is pinned.
+@rule("IX014")
+def every_case_is_bound(contract: Contract) -> Iterator[Found]:
+    """Every case is bound by the composition.
 
-    The all-zero digest belongs to no source, so every installed kernel would be refused as another one.
+    A case that no entry names has no functions at all: its logprobs are whatever the runtime computes.
+
+    Breach: cases lists trainer_score, and no entry of the composition holds for it.
+
+    Fix: add the case to the entries that compute it, or drop it: a logprob path that is no case is refused.
     """
-    for provider in contract.providers:
-        if provider.source == ZERO:
+    for case in contract.cases:
+        if not any(case.name in binding.cases for binding in contract.composition):
             yield (
-                _provider(provider),
-                "source is the all-zero digest",
-                f"isoexec contract pin FILE --source {provider.function}=sha256:...",
+                f"cases[{case.name}]",
+                "no entry of the composition holds for it",
+                "add it to the cases of the entries that compute it, or drop the case",
             )
 
 
-def _is_zero(discharge: Discharge) -> bool:
-    return discharge.kind == "evidence" and discharge.evidence == ZERO
+@rule("IX061", "warning")
+def step_ops_have_a_step(contract: Contract) -> Iterator[Found]:
+    """Operators of the training step belong to a contract that has a case with gradients.
+
+    Without such a case they are owned and computed by nobody, and the claim about them is empty.
+
+    Breach: model.step_ops lists grad_norm, and every case has grad: no_grad.
+
+    Fix: add the case that trains, or drop step_ops.
+    """
+    if contract.model.step_ops and all(case.grad == "no_grad" for case in contract.cases):
+        yield (
+            "model.step_ops",
+            f"{', '.join(sorted(contract.model.step_ops))}: no case has gradients",
+            "add the case that trains, or drop step_ops",
+        )

@@ -1,106 +1,108 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lint rules from IX020: whether claims and constants fit the model, the topology and each other."""
+"""Lint rules on constants, shapes and parallel degrees: whether what is claimed can be computed at all, on every shard."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import combinations
 
 from isoexec.contracts.lint import Found, rule
-from isoexec.contracts.parts import AXES, ROLES, Binding, Value
+from isoexec.contracts.lint_tables import (
+    FACTORS,
+    FUNCTIONS,
+    OPERATORS,
+    ROPE_OPS,
+    Computes,
+    Operator,
+    Part,
+    constant,
+    degrees,
+    entry,
+    roles_of,
+)
+from isoexec.contracts.parts import Binding, Constraint, derived_widths
 from isoexec.contracts.schema import Contract
 
-# what a linear's operators sum over, and what their gradient sums over; "/TP" is sharded by tensor parallelism
-_SUMS: dict[str, tuple[tuple[str, bool], tuple[str, bool]]] = {
-    "qkv_proj": (("hidden_size", False), ("qkv_width", True)),
-    "gate_up_proj": (("hidden_size", False), ("intermediate_size", True)),
-    "o_proj": (("q_width", True), ("hidden_size", False)),
-    "down_proj": (("intermediate_size", True), ("hidden_size", False)),
-    "lm_head": (("hidden_size", False), ("vocab_size", True)),
-}
+_BLOCKS = ("k_block", "step")
+_UNKNOWN = Computes(dtypes=("bfloat16", "float16", "float32"))
 
 
-def _tensor_degrees(contract: Contract, roles: set[str]) -> tuple[int, ...]:
-    claims = (contract.claims.topology.get(role, {}).get("TP") for role in roles)
-    return tuple(sorted({degree for claim in claims if claim is not None for degree in claim.domain}))
-
-
-def _roles(contract: Contract, binding: Binding) -> set[str]:
-    return {case.role for case in contract.cases if case.name in binding.cases}
-
-
-def _constant(binding: Binding, name: str) -> int | None:
-    value = binding.constants.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+def _known(contract: Contract, fact: str) -> str:
+    """Return the fact that is meant: with latent attention the width of attention's output is not that of its queries."""
+    return "o_width" if fact == "q_width" and "kv_lora_rank" in contract.model.facts else fact
 
 
 def _divisor(contract: Contract, fact: str) -> int:
     """The largest integer known to divide a fact; widths also by what their factors say."""
     facts = contract.model.facts
     known = facts[fact].divisor if fact in facts else 1
-    dim = facts["head_dim"].divisor if "head_dim" in facts else 1
-    factors = {"q_width": ("heads",), "kv_width": ("kv_heads",), "qkv_width": ("heads", "kv_heads")}
-    if fact in factors and all(name in facts for name in factors[fact]):
-        known = math.lcm(known, dim * math.gcd(*(facts[name].divisor for name in factors[fact])))
+    heads, dim = FACTORS.get(fact, ((), ""))
+    if heads and all(name in facts for name in heads):
+        per_head = facts[dim].divisor if dim in facts else 1
+        known = math.lcm(known, per_head * math.gcd(*(facts[name].divisor for name in heads)))
     return known
 
 
-@rule("IX020")
-def every_axis_is_claimed(contract: Contract) -> Iterator[Found]:
-    """Every role that has cases claims every parallel axis: TP EP ETP SP CP PP DP.
+def _fits(contract: Contract, part: Part, degree: int) -> bool:
+    """Say whether every rank of a degree holds whole parts."""
+    if _divisor(contract, part.fact) % degree == 0:
+        return True
+    facts = contract.model.facts
+    if not part.copied:
+        return False
+    if part.fact not in facts:
+        return "kv_lora_rank" in facts  # one latent key and value, which every rank holds
+    known = facts[part.fact]
+    values = known.one_of if known.fixed is None else (known.fixed,)
+    return bool(values) and all(
+        isinstance(value, int) and value > 0 and (value % degree == 0 or degree % value == 0)
+        for value in values
+    )
 
-    CP and PP are the ones people forget: a run that splits the context or the layers without a claim would be
-    judged by a contract that says nothing about it.
-    """
-    for role in ROLES:
-        if not contract.cases_of(role):
-            continue
-        for axis in AXES:
-            if axis not in contract.claims.topology.get(role, {}):
-                yield (
-                    f"claims.topology.{role}.{axis}",
-                    f"the {role} claims nothing for {axis}",
-                    f"write {axis}: {{pinned: 1}} or the domain it is proven for",
-                )
+
+def _sums(contract: Contract, binding: Binding, op: str) -> tuple[Part, ...]:
+    known = OPERATORS.get(op, Operator())
+    grad = any(case.grad != "no_grad" for case in contract.cases if case.name in binding.cases)
+    return (*known.sums, *(known.grad_sums if grad else ()))
 
 
 @rule("IX021")
-def k_blocks_divide_the_shards(contract: Contract) -> Iterator[Found]:
-    """`k_block` divides every sum a linear region computes, on every shard of every claimed TP degree.
+def blocks_divide_the_shards(contract: Contract) -> Iterator[Found]:
+    """`k_block` (or `step`) divides every sum a linear region computes, on every shard of every claimed degree.
 
-    A chain handed from rank to rank has the bits of one rank only if a shard ends where a block ends. The gradient
-    of the input sums over N, so with gradients N shards count too.
+    A chain handed from rank to rank has the bits of one rank only if a shard ends where a block ends. The gradient of the
+    input sums over N, so with gradients N shards count too.
+
+    Breach: k_block 64 with intermediate_size: {multiple_of: 64} and TP {invariant: [1, 2]}: at TP 2 a shard is 32 long.
+
+    Fix: say intermediate_size: {multiple_of: 128} in model.facts, claim fewer degrees, or use a smaller block.
     """
     for binding in contract.composition:
-        block = _constant(binding, "k_block")
-        if block is None:
-            continue
-        if block < 1:
-            yield (
-                f"composition[{binding.region}].constants.k_block",
-                f"k_block is {block}",
-                "use a positive one",
-            )
-            continue
-        grad = any(case.grad != "no_grad" for case in contract.cases if case.name in binding.cases)
-        for op in binding.ops:
-            if op not in _SUMS:
+        for name in _BLOCKS:
+            block = constant(binding, name)
+            if block is None:
                 continue
-            for fact, sharded in _SUMS[op][: 2 if grad else 1]:
-                # the smallest length that is a whole number of blocks on every shard of every degree
-                degrees = _tensor_degrees(contract, _roles(contract, binding)) if sharded else (1,)
-                wanted = math.lcm(*(block * degree for degree in degrees or (1,)))
-                known = _divisor(contract, fact)
-                if known % wanted:
-                    yield (
-                        f"composition[{binding.region}].constants.k_block",
-                        (
-                            f"{op} sums over {fact}, a multiple of {known}; blocks of {block} at TP "
-                            f"{max(degrees or (1,))} need a multiple of {wanted}"
-                        ),
-                        f"say {fact}: {{multiple_of: {wanted}}} in model.facts, or claim fewer TP degrees",
-                    )
+            path = f"{entry(contract, binding)}.constants.{name}"
+            if block < 1:
+                yield path, f"{name} is {block}", "use a positive one"
+                continue
+            for op in binding.ops:
+                for part in _sums(contract, binding, op):
+                    # the smallest length that is a whole number of blocks on every shard of every degree
+                    shards = degrees(contract, roles_of(contract, binding), part.axis) or (1,)
+                    wanted = math.lcm(*(block * degree for degree in shards))
+                    fact = _known(contract, part.fact)
+                    known = _divisor(contract, fact)
+                    if known % wanted:
+                        at = f" at {part.axis} {max(shards)}" if part.axis else ""
+                        yield (
+                            path,
+                            (
+                                f"{op} sums over {fact}, a multiple of {known}; blocks of {block}{at} "
+                                f"need a multiple of {wanted}"
+                            ),
+                            f"say {fact}: {{multiple_of: {wanted}}} in model.facts, or claim fewer degrees",
+                        )
 
 
 @rule("IX022")
@@ -108,13 +110,17 @@ def vocabulary_leaves_divide(contract: Contract) -> Iterator[Found]:
     """`vocab_leaves` is a multiple of every claimed TP degree and divides the vocabulary.
 
     A leaf is summed by one rank. A leaf cut between two ranks is a sum in another order.
+
+    Breach: vocab_leaves 4 with TP {invariant: [1, 8]}.
+
+    Fix: use as many leaves as the largest TP degree, or a multiple of it, that divide vocab_size.
     """
     for binding in contract.composition:
-        leaves = _constant(binding, "vocab_leaves")
+        leaves = constant(binding, "vocab_leaves")
         if leaves is None:
             continue
-        path = f"composition[{binding.region}].constants.vocab_leaves"
-        for degree in _tensor_degrees(contract, _roles(contract, binding)):
+        path = f"{entry(contract, binding)}.constants.vocab_leaves"
+        for degree in degrees(contract, roles_of(contract, binding), "TP"):
             if leaves < 1 or leaves % degree:
                 yield path, f"{leaves} leaves cannot be shared by TP {degree}", f"use a multiple of {degree}"
         known = _divisor(contract, "vocab_size")
@@ -131,56 +137,55 @@ def segments_fit_pages(contract: Contract) -> Iterator[Found]:
     """A KV page (`deployment.kv_page_size`, in tokens) and `kv_segment` are multiples one of the other.
 
     Segments are cut at absolute positions; a page that ends inside one cannot be read without a copy.
+
+    Breach: kv_segment 32 with deployment: {kv_page_size: 48}.
+
+    Fix: use a page size that is a multiple or a divisor of kv_segment.
     """
     page = contract.deployment_section.get("kv_page_size")
     for binding in contract.composition:
-        segment = _constant(binding, "kv_segment")
+        segment = constant(binding, "kv_segment")
         if segment is None or page is None:
             continue
-        fits = isinstance(page, int) and page > 0 and segment > 0 and not (page % segment and segment % page)
-        if not fits:
+        whole = isinstance(page, int) and not isinstance(page, bool) and page > 0 and segment > 0
+        if not whole or (int(page) % segment and segment % int(page)):
             yield (
-                f"composition[{binding.region}].constants.kv_segment",
+                f"{entry(contract, binding)}.constants.kv_segment",
                 f"segments of {segment} and pages of {page} tokens do not nest",
                 "use a page size that is a multiple or a divisor of kv_segment",
             )
+
+
+def _split(contract: Contract, axis: str) -> Iterator[Found]:
+    """Yield what a claimed degree of an axis would split though no rank may hold a part of it."""
+    told = set()
+    for binding in contract.composition:
+        for op in binding.ops:
+            for part in OPERATORS.get(op, Operator()).whole:
+                for degree in (
+                    degrees(contract, roles_of(contract, binding), axis) if part.axis == axis else ()
+                ):
+                    if not _fits(contract, part, degree) and (part.fact, degree) not in told:
+                        told.add((part.fact, degree))
+                        yield (
+                            f"model.facts.{part.fact}",
+                            f"{binding.region} at {axis} {degree} needs {part.fact} to be a multiple of {degree}",
+                            f"say {part.fact}: {{multiple_of: {degree}}}, or claim fewer {axis} degrees",
+                        )
 
 
 @rule("IX024")
 def heads_divide(contract: Contract) -> Iterator[Found]:
     """Heads are multiples of every claimed TP degree; KV heads are too, or the degree is a multiple of them.
 
-    A head is computed by one rank. A KV head may be held by several ranks whole, with the same bits on each; one
-    that ranks split would have other sums.
+    A head is computed by one rank. A KV head may be held by several ranks whole, with the same bits on each; one that
+    ranks split would have other sums.
+
+    Breach: kv_heads: {minimum: 1} with TP {invariant: [1, 2]}.
+
+    Fix: say kv_heads: {multiple_of: 2} in model.facts, or claim fewer TP degrees.
     """
-    ops = {"qkv_proj", "attention", "o_proj"}
-    for binding in contract.composition:
-        if not ops & set(binding.ops):
-            continue
-        for fact in ("heads", "kv_heads"):
-            for degree in _tensor_degrees(contract, _roles(contract, binding)):
-                if not _whole_heads(contract, fact, degree):
-                    yield (
-                        f"model.facts.{fact}",
-                        f"{binding.region} at TP {degree} needs {fact} to be a multiple of {degree}",
-                        f"say {fact}: {{multiple_of: {degree}}}, or claim fewer TP degrees",
-                    )
-
-
-def _whole_heads(contract: Contract, fact: str, degree: int) -> bool:
-    if _divisor(contract, fact) % degree == 0:
-        return True
-    facts = contract.model.facts
-    if fact != "kv_heads":
-        return False
-    if fact not in facts:
-        return "kv_lora_rank" in facts  # one latent key and value, which every rank holds
-    known = facts[fact]
-    values = known.one_of if known.fixed is None else (known.fixed,)
-    return bool(values) and all(
-        isinstance(value, int) and value > 0 and (value % degree == 0 or degree % value == 0)
-        for value in values
-    )
+    yield from _split(contract, "TP")
 
 
 @rule("IX025")
@@ -188,6 +193,10 @@ def sequence_parallel_follows_tensor(contract: Contract) -> Iterator[Found]:
     """An SP degree is 1 (off) or one of the role's TP degrees.
 
     Sequence parallelism shares the tensor-parallel group; another degree is no layout that can run.
+
+    Breach: TP {invariant: [1, 2]} and SP {invariant: [1, 4]}.
+
+    Fix: claim that TP degree too, or drop the SP degree.
     """
     for role, axes in contract.claims.topology.items():
         if "SP" in axes and "TP" in axes:
@@ -205,10 +214,14 @@ def lengths_fit_the_table(contract: Contract) -> Iterator[Found]:
     """No case admits a longer sequence than the rotary table has rows (`length` of the rope function).
 
     A position past the table would be refused in the middle of a rollout.
+
+    Breach: engine_decode admits length: {maximum: 16384}, and the table has 8192 rows.
+
+    Fix: say length: {maximum: 8192} in every case of the region, or use a longer table.
     """
     for binding in contract.composition:
-        rows = _constant(binding, "length")
-        if rows is None or "rope" not in binding.ops:
+        rows = constant(binding, "length")
+        if rows is None or not ROPE_OPS & set(binding.ops):
             continue
         for case in contract.cases:
             longest = case.domain["length"].largest if "length" in case.domain else None
@@ -220,90 +233,143 @@ def lengths_fit_the_table(contract: Contract) -> Iterator[Found]:
                 )
 
 
-@rule("IX030")
-def no_tolerance_on_bitwise(contract: Contract) -> Iterator[Found]:
-    """Two cases claimed bitwise have no tolerance.
+@rule("IX027")
+def experts_divide(contract: Contract) -> Iterator[Found]:
+    """The number of experts is a multiple of every claimed EP degree.
 
-    A tolerance beside a bitwise claim takes the claim back without saying so.
+    An expert lives on one expert-parallel rank. A degree that leaves a remainder is no layout that can run.
+
+    Breach: experts: {multiple_of: 4} with EP {invariant: [1, 8]}.
+
+    Fix: say experts: {multiple_of: 8} in model.facts, or claim fewer EP degrees.
     """
-    for tolerance in contract.claims.tolerances:
-        for group in contract.claims.bitwise:
-            if set(tolerance.cases) <= set(group):
+    yield from _split(contract, "EP")
+
+
+@rule("IX028")
+def expert_axes_have_experts(contract: Contract) -> Iterator[Found]:
+    """EP and ETP beyond degree 1 are claimed only for a model with experts.
+
+    Without experts no gate can have run at such a degree, and the claim admits a layout that nobody means.
+
+    Breach: a dense model with EP {invariant: [1, 2]}.
+
+    Fix: EP: {pinned: 1} and ETP: {pinned: 1}; or state the model's experts in model.facts.
+    """
+    routed = "experts" in contract.model.facts or any(
+        part.axis == "EP" for op in contract.model.ops for part in OPERATORS.get(op, Operator()).whole
+    )
+    for role, axes in sorted(contract.claims.topology.items()) if not routed else ():
+        for axis in ("EP", "ETP"):
+            if axis in axes and axes[axis].domain != (1,):
                 yield (
-                    f"claims.tolerances[{'+'.join(sorted(tolerance.cases))}]",
-                    "the pair is claimed bitwise and has a tolerance",
-                    "drop the tolerance, or take the pair out of claims.bitwise",
+                    f"claims.topology.{role}.{axis}",
+                    f"{axis} is {axes[axis]}, and the model has no experts",
+                    f"write {axis}: {{pinned: 1}}, or state experts in model.facts",
                 )
 
 
-@rule("IX031")
-def a_tolerance_blames(contract: Contract) -> Iterator[Found]:
-    """Every tolerance is blamed on at least one region.
+@rule("IX029")
+def constants_are_the_functions(contract: Contract) -> Iterator[Found]:
+    """A binding gives its function's constants: all of them, and no others.
 
-    A mismatch that no region explains is a fault to find, not an allowance to give.
+    A misspelt constant is one that reaches no kernel, and the one it was meant for is not said at all.
+
+    Breach: linear.chain/1 with constants {k_blok: 64, row_tile: 16, accumulate: float32, boundary: model}.
+
+    Fix: name the function's constants; contracts/spec/contract-v1.md and `isoexec kernels` list them.
     """
-    for tolerance in contract.claims.tolerances:
-        if not tolerance.regions:
+    for binding in contract.composition:
+        known = FUNCTIONS.get(binding.function)
+        if known is None:
+            continue
+        missing = sorted(set(known.constants) - set(binding.constants))
+        foreign = sorted(set(binding.constants) - set(known.constants))
+        said = [f"lacks {', '.join(missing)}"] if missing else []
+        said += [f"has no constant {', '.join(foreign)}"] if foreign else []
+        if said:
             yield (
-                f"claims.tolerances[{'+'.join(sorted(tolerance.cases))}]",
-                "blames no region",
-                "name the regions whose functions differ between the two cases",
+                f"{entry(contract, binding)}.constants",
+                f"{binding.function} {' and '.join(said)}",
+                f"give {', '.join(known.constants) or 'no constant'}",
             )
 
 
-@rule("IX032", "warning")
-def every_pair_is_claimed(contract: Contract) -> Iterator[Found]:
-    """Each pair of an engine case and a trainer case is claimed bitwise or has a tolerance.
+@rule("IX035")
+def dtypes_are_the_functions(contract: Contract) -> Iterator[Found]:
+    """Every parameter dtype claimed is one that every bound function takes.
 
-    A pair that the contract says nothing about can be measured and never judged.
+    A dtype outside a function's domain is refused at the first call, in the middle of a run.
+
+    Breach: dtypes: [bfloat16, float16], and no function of this release takes float16.
+
+    Fix: claim the dtypes that all functions take.
     """
-    claimed = [set(group) for group in contract.claims.bitwise]
-    claimed += [set(tolerance.cases) for tolerance in contract.claims.tolerances]
-    for one, other in combinations(sorted(contract.cases, key=lambda case: case.name), 2):
-        if one.role != other.role and not any({one.name, other.name} <= group for group in claimed):
-            yield (
-                "claims",
-                f"nothing is claimed of {one.name} and {other.name}",
-                "add the pair to claims.bitwise or to claims.tolerances",
-            )
-
-
-@rule("IX033")
-def one_arch(contract: Contract) -> Iterator[Found]:
-    """The contract, its environment and its providers are of one arch.
-
-    Bits proven on one arch say nothing about another.
-    """
-    arch: Value = contract.arch
-    if contract.claims.environment.arch != arch:
-        found = contract.claims.environment.arch
-        yield (
-            "claims.environment.arch",
-            f"is {found}, the contract's is {arch}",
-            f"write {arch}, or change the contract's",
+    for dtype in contract.claims.dtypes:
+        refusing = sorted(
+            {
+                b.function
+                for b in contract.composition
+                if dtype not in FUNCTIONS.get(b.function, _UNKNOWN).dtypes
+            }
         )
-    for provider in contract.providers:
-        if provider.arch not in (None, arch):
+        if refusing:
             yield (
-                f"providers[{provider.function}|{provider.name}].arch",
-                f"is {provider.arch}, the contract's is {arch}",
-                f"admit a provider proven on {arch}",
+                "claims.dtypes",
+                f"{dtype} is not taken by {', '.join(refusing)}",
+                "claim the dtypes that all functions take",
             )
 
 
-@rule("IX034")
-def kept_state_is_invalidated(contract: Contract) -> Iterator[Found]:
-    """Every state that a case keeps says that a weight sync invalidates it.
+def _fixed(constraint: Constraint | None) -> int | None:
+    value = constraint.fixed if constraint is not None else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
-    A KV cache or prefix cache read across a weight sync mixes two policies in one logprob.
+
+@rule("IX060")
+def facts_agree(contract: Contract) -> Iterator[Found]:
+    """Facts that follow from each other do not contradict: widths are heads times head_dim, heads a multiple of kv_heads.
+
+    A contract with contradicting facts serves no model at all.
+
+    Breach: heads: 16, head_dim: 128 and q_width: 4096.
+
+    Fix: mend the number, or leave out the widths, which are derived.
     """
-    kept = {"paged_kv": ("kv_cache", "prefix_cache"), "recurrent": ("recurrent_state",), "stateless": ()}
-    claims = {claim.state: claim.invalidated_by for claim in contract.claims.state}
-    for case in contract.cases:
-        for state in kept[case.state]:
-            if "weight_sync" not in claims.get(state, ()):
-                yield (
-                    "claims.state",
-                    f"{case.name} keeps {state}, and nothing says that weight_sync invalidates it",
-                    f"add {{state: {state}, invalidated_by: [weight_sync]}}",
-                )
+    facts = contract.model.facts
+    numbers = {name: value for name in facts if (value := _fixed(facts[name])) is not None}
+    for name, value in sorted(derived_widths(dict(numbers)).items()):
+        if name in facts and not facts[name].admits(value):
+            yield (
+                f"model.facts.{name}",
+                f"heads and head_dim make it {value}, the contract wants {facts[name]}",
+                (f"leave {name} out, or mend heads and head_dim"),
+            )
+    heads, kv_heads = numbers.get("heads"), numbers.get("kv_heads")
+    if heads and kv_heads and heads % kv_heads:
+        yield (
+            "model.facts.kv_heads",
+            f"{heads} heads cannot share {kv_heads} KV heads",
+            "use a divisor of heads",
+        )
+
+
+@rule("IX064")
+def stages_have_layers(contract: Contract) -> Iterator[Found]:
+    """No claimed PP degree is larger than the largest admitted number of layers.
+
+    A pipeline stage without a layer is no layout that can run, so nothing can have been proven of it.
+
+    Breach: layers: 2 with PP {invariant: [1, 4]}.
+
+    Fix: claim fewer PP degrees.
+    """
+    layers = contract.model.facts.get("layers")
+    most = layers.largest if layers is not None else None
+    for role, axes in sorted(contract.claims.topology.items()):
+        if most is not None and "PP" in axes and max(axes["PP"].domain) > most:
+            yield (
+                f"claims.topology.{role}.PP",
+                f"PP {max(axes['PP'].domain)} for at most {most} layers",
+                "claim fewer PP degrees",
+            )

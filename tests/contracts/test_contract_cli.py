@@ -18,7 +18,7 @@ from isoexec.contracts.errors import ContractError
 from isoexec.contracts.halting import HaltMarker
 from isoexec.contracts.main import main
 from isoexec.contracts.pinning import pin, pinned_text
-from isoexec.contracts.schema import Contract, library
+from isoexec.contracts.schema import Contract
 
 GOLDEN = Path(__file__).parent / "vectors" / "contract.yaml"
 DIGEST = "sha256:" + "ab" * 32
@@ -64,7 +64,7 @@ def test_an_unknown_command_names_the_near_miss(capsys: Capture) -> None:
 
 
 def test_an_error_of_ours_is_one_line_without_a_traceback(capsys: Capture) -> None:
-    assert main(["contract", "lint", "no-such.yaml"]) == 1
+    assert main(["contract", "digest", "no-such.yaml"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("isoexec: no-such.yaml: cannot be read")
     assert len(err.splitlines()) == 1
@@ -73,28 +73,6 @@ def test_an_error_of_ours_is_one_line_without_a_traceback(capsys: Capture) -> No
 def test_a_command_whose_module_is_missing_says_which(capsys: Capture) -> None:
     assert main(["broken"]) == 1
     assert "needs isoexec.contracts.no_such_module" in capsys.readouterr().err
-
-
-def test_lint_passes_the_shipped_contract_and_fails_a_breach(tmp_path: Path, capsys: Capture) -> None:
-    assert main(["contract", "lint", "qwen3-dense-cpu"]) == 0
-    assert "0 errors" in capsys.readouterr().out
-    bad = tmp_path / "bad.yaml"
-    bad.write_text(library("qwen3-dense-cpu").read_text().replace("      CP: {pinned: 1}\n", ""))
-    assert main(["contract", "lint", str(bad), "--format", "json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["errors"] == 2
-    assert {one["path"] for one in found["findings"] if one["severity"] == "error"} == {
-        "claims.topology.engine.CP",
-        "claims.topology.trainer.CP",
-    }
-
-
-def test_warnings_fail_only_when_strict(tmp_path: Path, capsys: Capture) -> None:
-    zeros = tmp_path / "zeros.yaml"
-    zeros.write_text(GOLDEN.read_text().replace("2" * 64, "0" * 64))
-    assert main(["contract", "lint", str(zeros)]) == 0
-    assert main(["contract", "lint", str(zeros), "--strict"]) == 1
-    assert "IX012 warning" in capsys.readouterr().out
 
 
 def test_show_and_digest_print_the_identities(capsys: Capture) -> None:
@@ -126,10 +104,7 @@ def test_diff_fails_when_two_runs_may_not_meet(tmp_path: Path, capsys: Capture) 
     assert found["differences"][0]["path"] == "composition[logprobs].constants.vocab_leaves"
 
 
-def test_explain_and_schema_print(capsys: Capture) -> None:
-    assert main(["contract", "explain", "IX020"]) == 0
-    assert "parallel axis" in capsys.readouterr().out
-    assert main(["contract", "explain", "IX000"]) == 1
+def test_schema_prints(capsys: Capture) -> None:
     assert main(["contract", "schema"]) == 0
     assert json.loads(capsys.readouterr().out)["title"] == "IsoExec contract, version 1"
 
