@@ -163,6 +163,16 @@ def resolve(
     return sorted(out, key=lambda one: (one.contract.arch, len(one.refused), one.contract.name))
 
 
+def _mentioning(config: ModelConfig) -> list[tuple[Path, Contract]]:
+    # reading a file is cheap beside checking it, so those that cannot be meant are not loaded
+    paths = [
+        path
+        for path in sorted(library().glob("*.yaml"))
+        if any(name in path.read_text(encoding="utf-8") for name in config.architectures)
+    ]
+    return [(path, Contract.load(path)) for path in paths]
+
+
 def _unknown(config: ModelConfig, contracts: list[Contract]) -> ContractError:
     families = {name: one.model.family for one in contracts for name in one.model.architectures}
     near = difflib.get_close_matches(config.architectures[0], families, n=3, cutoff=0.3)
