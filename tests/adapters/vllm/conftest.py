@@ -37,20 +37,31 @@ Run = Callable[..., dict[str, Any]]
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Two tiny checkpoints of one shape: ``first`` and, with every weight another, ``second``."""
     pytest.importorskip("vllm")
-    from isoexec.adapters.demo.tiny import make_qwen3
+    from isoexec.adapters.demo.tiny import make_mimo, make_qwen3
 
     root = tmp_path_factory.mktemp("models")
-    return {name: str(make_qwen3(root / name, seed=seed)) for name, seed in (("first", 7), ("second", 8))}
+    made = {name: str(make_qwen3(root / name, seed=seed)) for name, seed in (("first", 7), ("second", 8))}
+    return made | {"mimo": str(make_mimo(root / "mimo", seed=9))}
 
 
 @pytest.fixture(scope="session")
 def pinned(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The shipped contract with the digests of the kernels in this checkout."""
+    return _pinned(tmp_path_factory, "qwen3-dense-cpu")
+
+
+@pytest.fixture(scope="session")
+def pinned_mimo(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same of MiMo's contract."""
+    return _pinned(tmp_path_factory, "mimo-dense-cpu")
+
+
+def _pinned(tmp_path_factory: pytest.TempPathFactory, name: str) -> str:
     yaml = pytest.importorskip("yaml")
     pytest.importorskip("torch")
     from isoexec.kernels import registry
 
-    data = yaml.safe_load(library("qwen3-dense-cpu").read_text())
+    data = yaml.safe_load(library(name).read_text())
     for provider in data["providers"]:
         provider["source"] = registry.source_digest(provider["function"])
     path = tmp_path_factory.mktemp("contract") / "pinned.yaml"
