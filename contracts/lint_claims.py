@@ -142,3 +142,24 @@ def versions_are_named(contract: Contract) -> Iterator[Found]:
             "does not name torch",
             "add {name: torch} to versions",
         )
+
+
+@rule("IX068")
+def deployment_changes_no_bit(contract: Contract) -> Iterator[Found]:
+    """`deployment` holds nothing that the rest of the contract holds: no constant, parallel axis, switch or version.
+
+    Two processes may differ in deployment and still meet. What changes bits and is written there is hidden from every
+    comparison.
+
+    Breach: deployment: {kv_segment: 64}, where attention's constants have kv_segment.
+
+    Fix: say it where it belongs: in constants, claims.topology or claims.environment.
+    """
+    environment = contract.claims.environment
+    named = {name: f"a constant of {b.function}" for b in contract.composition for name in b.constants}
+    named |= dict.fromkeys(AXES, "a parallel axis, which claims.topology claims")
+    named |= dict.fromkeys(environment.variables, "one of claims.environment.variables")
+    named |= dict.fromkeys(environment.switches, "one of claims.environment.switches")
+    named |= {claim.name: "one of claims.environment.versions" for claim in environment.versions}
+    for name in sorted(set(contract.deployment_section) & set(named)):
+        yield f"deployment.{name}", f"is {named[name]}", "drop it here; it may change bits"

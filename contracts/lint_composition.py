@@ -185,3 +185,41 @@ def step_ops_have_a_step(contract: Contract) -> Iterator[Found]:
             f"{', '.join(sorted(contract.model.step_ops))}: no case has gradients",
             "add the case that trains, or drop step_ops",
         )
+
+
+@rule("IX066")
+def the_trainer_alone_has_gradients(contract: Contract) -> Iterator[Found]:
+    """A case with gradients is the trainer's.
+
+    An engine computes logprobs and no step. A case that says otherwise asks for evidence of gradients that nobody will
+    ever compute, and lets the step's operators into the engine.
+
+    Breach: engine_decode with grad: grad.
+
+    Fix: grad: no_grad.
+    """
+    for case in contract.cases:
+        if case.role == "engine" and case.grad != "no_grad":
+            yield f"cases[{case.name}].grad", f"is {case.grad}, in a case of the engine", "write no_grad"
+
+
+@rule("IX067")
+def a_region_has_one_entry_a_case(contract: Contract) -> Iterator[Found]:
+    """In each case a region is one entry of the composition.
+
+    Regions are installed, attested and blamed by name. With two entries in one case the name means two things, and a
+    process that reports one of them reports half.
+
+    Breach: two entries of region linear hold for engine_decode, one with o_proj and one with down_proj.
+
+    Fix: put the operators into one entry, or give the second one a name of its own.
+    """
+    for case in _bound(contract):
+        held = Counter(binding.region for binding in contract.composition if case in binding.cases)
+        for region, count in sorted(held.items()):
+            if count > 1:
+                yield (
+                    f"cases[{case}]",
+                    f"region {region} is {count} entries",
+                    "join them, or name one of them otherwise",
+                )

@@ -338,12 +338,12 @@ def facts_agree(contract: Contract) -> Iterator[Found]:
     """
     facts = contract.model.facts
     numbers = {name: value for name in facts if (value := _fixed(facts[name])) is not None}
-    for name, value in sorted(derived_widths(dict(numbers)).items()):
-        if name in facts and not facts[name].admits(value):
+    for name, width in sorted(derived_widths(dict(numbers)).items()):
+        if name in facts and not facts[name].admits(width):
             yield (
                 f"model.facts.{name}",
-                f"heads and head_dim make it {value}, the contract wants {facts[name]}",
-                (f"leave {name} out, or mend heads and head_dim"),
+                f"heads and head_dim make it {width}, the contract wants {facts[name]}",
+                f"leave {name} out, or mend heads and head_dim",
             )
     heads, kv_heads = numbers.get("heads"), numbers.get("kv_heads")
     if heads and kv_heads and heads % kv_heads:

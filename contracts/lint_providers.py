@@ -75,7 +75,7 @@ def providers_are_discharged(contract: Contract) -> Iterator[Found]:
 
 @rule("IX012", "warning")
 def sources_are_pinned(contract: Contract) -> Iterator[Found]:
-    """Every kernel's source digest is pinned.
+    """Every kernel's source digest is pinned, and its artifact's where it has one.
 
     The all-zero digest belongs to no source, so every installed kernel would be refused as another one.
 
@@ -84,12 +84,13 @@ def sources_are_pinned(contract: Contract) -> Iterator[Found]:
     Fix: isoexec contract pin FILE --source FUNCTION=sha256:...
     """
     for provider in contract.providers:
-        if provider.source == ZERO:
-            yield (
-                f"{provider_entry(provider)}.source",
-                "source is the all-zero digest",
-                f"isoexec contract pin FILE --source {provider.function}=sha256:...",
-            )
+        for name, digest in (("source", provider.source), ("artifact", provider.artifact)):
+            if digest == ZERO:
+                yield (
+                    f"{provider_entry(provider)}.{name}",
+                    f"{name} is the all-zero digest",
+                    f"write the digest of what is installed (isoexec contract pin FILE --source {provider.function}=...)",
+                )
 
 
 @rule("IX013")

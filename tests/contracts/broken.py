@@ -70,11 +70,11 @@ class Bench:
 
     @property
     def claims(self) -> Data:
-        return self.data["claims"]  # type: ignore[no-any-return]
+        return self.data["claims"]
 
     @property
     def facts(self) -> Data:
-        return self.data["model"]["facts"]  # type: ignore[no-any-return]
+        return self.data["model"]["facts"]
 
     def split(self, region: str, cases: str, /, **changes: Any) -> Data:
         """Give the cases that start so an entry of their own, with changes; return it."""
@@ -221,6 +221,20 @@ def _grad_norm_everywhere(bench: Bench) -> None:
     bench.provider("grad_norm.exact/1")["roles"].append("engine")
 
 
+def _engine_with_gradients(bench: Bench) -> None:
+    bench.case("engine_decode")["grad"] = "grad"
+    _grad_norm_everywhere(bench)
+
+
+def _two_entries(bench: Bench) -> None:
+    entry = bench.region("linear")
+    entry["ops"].remove("down_proj")
+    most = [one for one in entry["cases"] if one != "trainer_score"]
+    other = {**copy.deepcopy(entry), "ops": ["down_proj"]}
+    bench.data["composition"].append({**other, "cases": most})
+    bench.data["composition"].append({**other, "cases": ["trainer_score"], "region": "linear_score"})
+
+
 def _unbound_case(bench: Bench) -> None:
     for entry in bench.data["composition"]:
         entry["cases"] = [one for one in entry["cases"] if one != "trainer_recompute"]
@@ -302,6 +316,11 @@ def _demand(*demanded: int, signing: int | None = None, certify: str = "refuse",
     return edit
 
 
+def _too_old(bench: Bench) -> None:
+    bench.claims["evidence"] = {"max_age_days": 7}
+    bench.replace(SILU, made=stamp(NOW - 8 * DAY))
+
+
 def _another_torch(bench: Bench) -> None:
     sources = {one["function"]: one.get("source", "") for one in bench.data["providers"]}
     bench.live = Live(arch="cpu", sources=sources, environment={"torch": "2.12.0"})
@@ -343,6 +362,8 @@ BROKEN: tuple[Broken, ...] = (
            after=lambda b: b.region("rope").update(discharge={"kind": "evidence", "evidence": ZERO})),
     Broken("case_unbound", "IX014", _unbound_case),
     Broken("step_without_a_step", "IX061", _no_gradients),
+    Broken("engine_with_gradients", "IX066", _engine_with_gradients),
+    Broken("region_of_two_entries", "IX067", _two_entries),
     # parity
     Broken("another_function_in_the_trainer", "IX008", _two_functions),
     Broken("another_constant_in_the_trainer", "IX008",
@@ -366,6 +387,7 @@ BROKEN: tuple[Broken, ...] = (
     Broken("provider_never_pinned", "IX009",
            after=lambda b: b.provider(SILU).update(discharge={"kind": "evidence", "evidence": ZERO})),
     Broken("source_unpinned", "IX012", lambda b: b.provider(SILU).update(source=ZERO)),
+    Broken("artifact_unpinned", "IX012", lambda b: b.provider(SILU).update(artifact=ZERO)),
     Broken("two_providers_for_a_role", "IX013",
            lambda b: b.data["providers"].append({**b.provider(SILU), "name": "own.other", "roles": ["engine"]})),
     Broken("role_unused", "IX016", lambda b: b.provider("grad_norm.exact/1").update(roles=["engine", "trainer"])),
@@ -410,6 +432,8 @@ BROKEN: tuple[Broken, ...] = (
     Broken("state_nobody_keeps", "IX063", lambda b: b.claims["state"].append(
         {"state": "recurrent_state", "invalidated_by": ["weight_sync"]})),
     Broken("torch_unclaimed", "IX065", lambda b: b.claims["environment"]["versions"].pop(0)),
+    Broken("constant_hidden_in_deployment", "IX068", lambda b: b.data["deployment"].update(vocab_leaves=16)),
+    Broken("axis_hidden_in_deployment", "IX068", lambda b: b.data["deployment"].update(TP=2)),
     # evidence
     Broken("record_missing", "IX040", after=lambda b: b.name(ATTENTION, "sha256:" + "a" * 64)),
     Broken("record_edited", "IX040", after=_forge),
@@ -425,8 +449,7 @@ BROKEN: tuple[Broken, ...] = (
     Broken("record_of_another_arch", "IX042", after=lambda b: b.replace(SILU, arch="sm90")),
     Broken("record_expired", "IX043", after=lambda b: b.replace(SILU, expires=stamp(NOW - 3600))),
     Broken("record_from_the_future", "IX043", after=lambda b: b.replace(SILU, made=stamp(NOW + 9 * DAY))),
-    Broken("record_too_old", "IX043", after=lambda b: b.claims.update(evidence={"max_age_days": 7}) or b.replace(
-        SILU, made=stamp(NOW - 8 * DAY))),
+    Broken("record_too_old", "IX043", after=_too_old),
     Broken("clock_past_every_expiry", "IX043", after=lambda b: setattr(b, "now", NOW + 400 * DAY)),
     Broken("record_without_resume", "IX044", after=_checks("resume_exactness")),
     Broken("record_without_backward", "IX044", after=_checks("backward")),
