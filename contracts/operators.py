@@ -20,6 +20,25 @@ _SPLIT_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("rope", "silu_mul", "token_logprob"), ("TP",)),
     "attention": ("TP", "CP"),
     "grad_norm": ("TP", "EP", "ETP", "SP", "CP", "PP", "DP"),
+    # latent attention: the narrow projections are whole on every rank, but their outputs' gradients are sums over heads
+    **dict.fromkeys(("q_a_proj", "kv_a_proj", "q_a_norm", "kv_a_norm"), ("TP", "SP")),
+    **dict.fromkeys(("q_b_proj", "kv_b_key", "kv_b_value"), ("TP", "SP")),
+    # gated attention and Gated DeltaNet
+    **dict.fromkeys(
+        ("attn_gate_proj", "gdn_qkv_proj", "gdn_z_proj", "gdn_ba_proj", "gdn_out_proj"), ("TP", "SP")
+    ),
+    **dict.fromkeys(("attn_gate_mul", "gdn_decay", "gdn_beta", "gdn_gated_norm"), ("TP",)),
+    **dict.fromkeys(("gdn_q_l2norm", "gdn_k_l2norm"), ("TP",)),
+    **dict.fromkeys(("causal_conv1d", "gated_delta_rule"), ("TP", "CP")),
+    # experts: who owns one decides where its rows meet, and in which order its weights' gradient adds them
+    "router_logits": ("SP",),
+    **dict.fromkeys(("router_score", "router_bias", "router_groups", "router_topk", "router_weight"), ()),
+    "expert_dispatch": ("EP", "ETP"),
+    **dict.fromkeys(("expert_gate_up", "expert_down"), ("TP", "EP", "ETP", "SP")),
+    "expert_silu_mul": ("EP", "ETP"),
+    "expert_combine": ("TP", "EP", "ETP", "SP"),
+    **dict.fromkeys(("shared_gate_up", "shared_down", "shared_gate_logit", "shared_gate_mul"), ("TP", "SP")),
+    **dict.fromkeys(("shared_silu_mul", "shared_add"), ("TP",)),
 }
 # of the axes above, these move rows or layers as they are and split no sum of a forward operator
 _MOVES_ONLY = ("PP", "DP")
