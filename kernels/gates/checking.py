@@ -116,7 +116,8 @@ class Gate:
     ) -> Check:
         """Run one check under one set of constants and return what it compared; it may hold or not (`Check.failures`)."""
         run = Run(constants=constants, full=full, device=device or torch.device("cpu"))
-        self.bodies[family](run)
+        with torch.no_grad():
+            self.bodies[family](run)
         return run.result(family)
 
 

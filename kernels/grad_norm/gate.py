@@ -179,7 +179,8 @@ def _backward(run: Run) -> None:
     """The sum is of gradients, and changes none: what a backward pass left is what the optimizer finds."""
     for dtype in run.over("dtype", DTYPES):
         w, x = fill(63, 32, salt=1, dtype=dtype).requires_grad_(), fill(40, 32, salt=2, dtype=dtype)
-        (x @ w.t()).float().square().sum().backward()
+        with torch.enable_grad():
+            torch.autograd.backward((x @ w.t()).float().square().sum())
         assert w.grad is not None
         kept = w.grad.clone()
         got = exact_sq_sum([w.grad])
