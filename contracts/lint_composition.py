@@ -196,7 +196,7 @@ def the_trainer_alone_has_gradients(contract: Contract) -> Iterator[Found]:
 
     Breach: engine_decode with grad: grad.
 
-    Fix: grad: no_grad.
+    Fix: write grad: no_grad in every case of the engine.
     """
     for case in contract.cases:
         if case.role == "engine" and case.grad != "no_grad":
