@@ -130,6 +130,12 @@ _ALL = (
         fixed=(("step", STEP), ("accumulate", "float32")),
         free=("boundary",),
     ),
+    Function(  # the chain a row, each row by its expert's weight: a library's alone, no kernel of ours
+        id="linear.grouped_mma_chain",
+        version=1,
+        kernels=(),
+        fixed=(("step", STEP), ("accumulate", "float32")),
+    ),
     Function(id="bias.add", version=1, kernels=(_cpu("bias", "bias_add"),)),
     Function(
         id="rope.neox_fp32",

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Versions of the libraries that are really loaded: asked of the library or of torch, never read from a package's name."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+
+import torch
+
+from isoexec.contracts.errors import EvidenceError
+
+__all__ = ["cublaslt_version", "loaded_library", "torch_build", "triton_version"]
+
+_MAPS = Path("/proc/self/maps")
+
+
+def torch_build() -> str:
+    """Version and commit of the torch that computes, such as `torch 2.11.0+cu130 git 0123456789ab`."""
+    return f"torch {torch.__version__} git {str(torch.version.git_version)[:12]}"
+
+
+def triton_version() -> str:
+    """Version of the compiler of our kernels."""
+    import triton
+
+    return f"triton {triton.__version__}"
+
+
+def loaded_library(name: str) -> Path:
+    """The file of a shared library that this process has mapped; raises `EvidenceError` where there is none."""
+    pattern = re.compile(rf"(/\S*/{re.escape(name)}\.so[.\d]*)$", re.MULTILINE)
+    found = sorted(set(pattern.findall(_MAPS.read_text()))) if _MAPS.is_file() else []
+    if len(found) != 1:
+        raise EvidenceError(
+            field="provider.version",
+            wanted=f"one {name} loaded in this process",
+            found=", ".join(found) or "none",
+            fix="use the library once before its version is asked for, and load it from one place only",
+        )
+    return Path(found[0])
+
+
+def cublaslt_version() -> str:
+    """`cublasLt 13.0.2`, as the library that is loaded says; torch loads it with its CUDA build."""
+    library = ctypes.CDLL(str(loaded_library("libcublasLt")))
+    library.cublasLtGetVersion.restype = ctypes.c_size_t
+    number = int(library.cublasLtGetVersion())
+    return f"cublasLt {number // 10000}.{number // 100 % 100}.{number % 100}"
