@@ -293,6 +293,14 @@ def make_plan(
                 fix=f"use a release that knows it, or say ISOEXEC_ENFORCE={name}=off to run it natively",
             )
         region = contract.region(name)
+        if not region.providers_for(role):
+            raise InstallError(
+                region=name,
+                wanted=f"a provider of {region.function} that serves the {role} on {contract.arch}",
+                found=f"none in {contract.name}: the region is unproven",
+                fix=f"say ISOEXEC_ENFORCE={name}=off to run it natively and watch it; isoexec contract show "
+                f"{contract.name} lists what else is unproven",
+            )
         registry.check_constants(region.function, region.constants)
         provider = region.provider(role)
         found = registry.source_digest(region.function)
