@@ -69,7 +69,8 @@ def run(argv: list[str]) -> int:
     )
     sub = command("path", "print where a shipped contract lies, for ISOEXEC_CONTRACT", _where)
     sub.add_argument("name", help="name of a shipped contract")
-    command("schema", "print the JSON Schema of a contract", _schema)
+    sub = command("schema", "print the JSON Schema of a contract, or of an evidence record", _schema)
+    sub.add_argument("--of", choices=("contract", "evidence"), default="contract", help="which format")
     sub = command("pin", "write the digests of sources and evidence into a contract file", _pin)
     sub.add_argument("file", type=Path, help="a contract file")
     pair = "FUNCTION=sha256:..."
@@ -225,8 +226,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _schema(args: argparse.Namespace) -> int:
-    del args
-    _json(json_schema())
+    _json(json_schema(args.of))
     return 0
 
 

@@ -16,6 +16,7 @@ from isoexec.contracts.kinds import Amount, Digest, Int, ListOf, MapOf, Record, 
 __all__ = [
     "ANY_TEXT",
     "AXES",
+    "CASES",
     "FUNCTION",
     "GRADS",
     "ROLES",
@@ -40,6 +41,14 @@ __all__ = [
 AXES = ("TP", "EP", "ETP", "SP", "CP", "PP", "DP")
 ROLES = ("engine", "trainer")
 GRADS = ("no_grad", "grad", "recompute")
+CASES: Mapping[str, str] = {
+    "engine_prefill": "engine",
+    "engine_decode": "engine",
+    "trainer_fwd": "trainer",
+    "trainer_recompute": "trainer",
+    "trainer_score": "trainer",
+}
+"""Every way a logprob comes to be, and the runtime that computes it; a path that is none of them is refused."""
 STATES = ("stateless", "paged_kv", "recurrent")
 ROUTES = ("reference_preserving", "composition_defining", "protected", "canonical")
 
@@ -165,13 +174,23 @@ def derived_widths(facts: Mapping[str, Value]) -> dict[str, Value]:
 class Case:
     """One way a logprob comes to be."""
 
-    name: str = wire(Text(), "name of the case")
+    name: str = wire(Text(choices=tuple(CASES)), "name of the case")
     role: str = wire(Text(choices=ROLES), "the runtime that computes it")
     grad: str = wire(Text(choices=GRADS), "gradient mode of the forward")
     state: str = wire(Text(choices=STATES), "what the forward reads and writes besides its inputs")
     domain: Mapping[str, Constraint] = wire(
         MapOf(_CONSTRAINT), "admitted shapes: length in tokens, rows in a batch, ...", default={}
     )
+
+    def problem(self) -> tuple[str, str] | None:
+        if CASES[self.name] != self.role:
+            return f"{self.name} with role {self.role}", f"say role: {CASES[self.name]}"
+        if (self.name == "trainer_recompute") != (self.grad == "recompute"):
+            return (
+                f"{self.name} with grad {self.grad}",
+                "trainer_recompute, and it alone, has grad: recompute",
+            )
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

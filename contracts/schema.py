@@ -194,14 +194,18 @@ def library(name: str = "") -> Path:
     return path
 
 
-def json_schema() -> dict[str, object]:
-    """Return the JSON Schema of a contract's plain values, as YAML or canonical JSON hold them."""
+def json_schema(of: str = "contract") -> dict[str, object]:
+    """Return the JSON Schema of a contract's plain values, as YAML or canonical JSON hold them, or of an evidence record's."""
+    from isoexec.contracts.evidence import EvidenceRecord  # it is made of a contract's parts
+
+    cls: type = {"contract": Contract, "evidence": EvidenceRecord}[of]
+    words = {"contract": "contract", "evidence": "evidence record"}[of]
     defs: dict[str, object] = {}
-    root = schema_of(Contract, defs)
+    root = schema_of(cls, defs)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "$id": "urn:isoexec:contract:v1",
-        "title": "IsoExec contract, version 1",
+        "$id": f"urn:isoexec:{of}:v1",
+        "title": f"IsoExec {words}, version 1",
         **root,
         "$defs": dict(sorted(defs.items())),
     }

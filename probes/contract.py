@@ -57,7 +57,10 @@ class ContractNow:
 
 
 def contract_now(
-    settings: ProbeSettings, installed: Contract | Mapping[str, Any] | None = SAME, *, who: str = "what is installed"
+    settings: ProbeSettings,
+    installed: Contract | Mapping[str, Any] | None = SAME,
+    *,
+    who: str = "what is installed",
 ) -> ContractNow:
     """Look at the contract again: ``installed`` (called ``who``) where it differs from hello's, else the file today.
 

@@ -22,6 +22,8 @@ from isoexec.adapters.base import (
     regions_of,
 )
 from isoexec.contracts.errors import InstallError, TopologyError
+from isoexec.contracts.parts import ROUTES
+from isoexec.contracts.routes import ENFORCEMENTS, on_failure
 from isoexec.contracts.schema import Contract, library
 from isoexec.kernels.domain import DomainError
 
@@ -103,6 +105,55 @@ def test_constants_the_kernel_does_not_compute_with_are_refused(contract: Contra
     )
     with pytest.raises(DomainError, match="row_tile 8"):
         make_plan(dataclasses.replace(contract, composition=other), "engine", DEGREES)
+
+
+def routed(contract: Contract, region: str, route: str) -> Contract:
+    changed = (
+        dataclasses.replace(one, route=route) if one.region == region else one for one in contract.composition
+    )
+    return dataclasses.replace(contract, composition=tuple(changed))
+
+
+@pytest.mark.parametrize("mode", ENFORCEMENTS)
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_failed_region_ends_as_its_route_says(
+    contract: Contract, monkeypatch: pytest.MonkeyPatch, route: str, mode: str
+) -> None:
+    monkeypatch.setenv("ISOEXEC_ENFORCE", f"rope={mode}")
+    changed = routed(contract, "rope", route)
+    other = tuple(
+        dataclasses.replace(one, source="sha256:" + "1" * 64) if one.function == "rope.neox_fp32/1" else one
+        for one in contract.providers
+    )
+    outcome = on_failure(route, mode)
+    if outcome == "no_plan":
+        with pytest.raises(InstallError, match=r"rope: wanted enforcement of at least install\+refuse"):
+            make_plan(changed, "engine", DEGREES)
+        return
+    binding = make_plan(changed, "engine", DEGREES).binding("rope")
+    # unbound: the admitted source is not here
+    unbound = dataclasses.replace(changed, providers=other)
+    if outcome in ("violation", "refused"):
+        with pytest.raises(InstallError, match=r"rope: wanted isoexec\.kernels\.rope of source sha256:1111"):
+            make_plan(unbound, "engine", DEGREES)
+    else:
+        make_plan(unbound, "engine", DEGREES)
+    # broken: what is there answers with other bits
+    if outcome == "unseen":
+        assert binding is None
+        return
+    assert binding is not None
+    region = RegionReport(
+        region="rope", object="native", provider="p", source="s", canary="sha256:1", expected_canary="sha256:2",
+        enforcement=binding.enforcement,
+    )  # fmt: skip
+    report = Report(role="engine", rank=0, world=1, topology=DEGREES, regions=(region,))
+    assert bool(report.problems()) == (outcome in ("violation", "refused"))
+    if outcome == "refused":
+        with pytest.raises(InstallError, match="rope: wanted"):
+            report.require()
+    else:
+        report.require()
 
 
 def test_a_dtype_outside_the_claim_is_refused(contract: Contract) -> None:

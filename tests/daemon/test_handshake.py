@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -126,10 +125,7 @@ def test_what_cannot_be_named_by_field_still_differs(attested: Attestation, engi
     assert rows["identities.numerical_policy"].trainer != engine
 
 
-@pytest.mark.parametrize("change", [lambda d: None, lambda d: d.pop("deployment", None)])
-def test_a_process_that_gains_a_contract_is_seen(change: Callable[[dict[str, Any]], object]) -> None:
-    data = copy.deepcopy(CONTRACT)
-    change(data)
-    (row,) = agree_still(hello("engine", None), attestation(data, sent=data))
+def test_a_process_that_gains_a_contract_is_seen() -> None:
+    (row,) = agree_still(hello("engine", None), attestation(sent=CONTRACT))
     assert row.path.startswith("contract (")
     assert (row.trainer, "qwen3-dense-cpu" in str(row.engine)) == (None, True)

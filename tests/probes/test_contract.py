@@ -66,11 +66,17 @@ def test_a_file_edited_between_two_syncs_is_attested_and_refused_by_its_fields(
     assert (found.contract, found.identities) == (today.to_dict(), today.identities.to_dict())
     with pytest.raises(HandshakeError) as caught:
         contract_now(job).require()
-    assert "contract.yaml, edited since holds another contract than this process's hello: 1 field" in str(caught.value)
-    assert f"{FIELD}: {job.contract_path}, edited since has 64, this process's hello has 32" in str(caught.value)
+    assert "contract.yaml, edited since holds another contract than this process's hello: 1 field" in str(
+        caught.value
+    )
+    assert f"{FIELD}: {job.contract_path}, edited since has 64, this process's hello has 32" in str(
+        caught.value
+    )
 
 
-@pytest.mark.parametrize("text", ["", "schema_version: 2\n", TEXT.replace("kv_segment: 32", "kv_segment: 3.2")])
+@pytest.mark.parametrize(
+    "text", ["", "schema_version: 2\n", TEXT.replace("kv_segment: 32", "kv_segment: 3.2")]
+)
 def test_a_file_that_cannot_be_read_any_more_is_unknown_and_refused(
     job: ProbeSettings, listener: Any, text: str
 ) -> None:
@@ -87,7 +93,9 @@ def test_what_a_worker_installed_counts_more_than_the_file(job: ProbeSettings) -
     other = Contract.from_dict(dict(Contract.load(library("qwen3-dense-cpu")).to_dict(), arch="sm90"))
     now = contract_now(job, other, who="the worker of rank 1")
     assert now.changed == other.to_dict()
-    with pytest.raises(HandshakeError, match="arch: the worker of rank 1 has sm90, this process's hello has cpu"):
+    with pytest.raises(
+        HandshakeError, match="arch: the worker of rank 1 has sm90, this process's hello has cpu"
+    ):
         now.require()
     none = contract_now(job, None, who="the worker of rank 1")
     assert (none.identities, none.changed) == (None, None)
