@@ -129,7 +129,7 @@ FUNCTIONS: dict[str, Computes] = {
     "embedding.lookup/1": Computes(),
     "grad_norm.exact/1": Computes(constants=("bits",)),
     "linear.chain/1": Computes(constants=("accumulate", "boundary", "k_block", "row_tile")),
-    "linear.grouped_mma_chain/1": _MMA,
+    "linear.grouped_mma_chain/1": Computes(constants=("accumulate", "step")),
     "linear.mma_chain/1": _MMA,
     "logprobs.blocks/1": Computes(constants=("block", "vocab_leaves")),
     "logprobs.leaves/1": Computes(constants=("vocab_leaves",)),

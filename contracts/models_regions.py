@@ -46,6 +46,7 @@ __all__ = [
     "dense",
     "experts",
     "gqa",
+    "grouped",
     "hybrid",
     "hybrid_moe",
     "linear",
@@ -233,8 +234,14 @@ MOE_ENGINE: Degrees = {**SM90_ENGINE, "EP": EVERY, "ETP": EVERY}
 MOE_TRAINER: Degrees = {**SM90_TRAINER, "EP": EVERY, "ETP": EVERY}
 
 
-def linear(region: str, *ops: str, boundary: str = "model", function: str = "linear.mma_chain/1") -> Part:
-    return Part(region=region, ops=ops, function=function, constants={**_MMA, "boundary": boundary})
+def linear(region: str, *ops: str, boundary: str = "model") -> Part:
+    constants = {**_MMA, "boundary": boundary}
+    return Part(region=region, ops=ops, function="linear.mma_chain/1", constants=constants)
+
+
+def grouped(region: str, *ops: str) -> Part:
+    """One product an expert, or a head: each row is a chain with the weight of its group."""
+    return Part(region=region, ops=ops, function="linear.grouped_mma_chain/1", constants=_MMA)
 
 
 def norm(region: str, *ops: str, function: str = "rms_norm.pairs/1") -> Part:
@@ -293,7 +300,7 @@ def experts(routing: Part, combine: tuple[str, ...]) -> tuple[Part, ...]:
             constants={"order": "expert_then_token"},
             route="canonical",
         ),
-        linear("expert_linear", "expert_gate_up", "expert_down", function="linear.grouped_mma_chain/1"),
+        grouped("expert_linear", "expert_gate_up", "expert_down"),
         Part(
             region="combine",
             ops=combine,
@@ -331,7 +338,7 @@ def mla(rope: str) -> tuple[Part, ...]:
         linear("column_linear", "q_b_proj", "gate_up_proj", "shared_gate_up"),
         linear("latent_linear", "q_a_proj", "kv_a_proj"),
         linear("row_linear", "o_proj", "down_proj", "shared_down"),
-        linear("absorbed_linear", "kv_b_key", "kv_b_value", function="linear.grouped_mma_chain/1"),
+        grouped("absorbed_linear", "kv_b_key", "kv_b_value"),
         Part(
             region="rope",
             ops=("rope",),
