@@ -7,6 +7,7 @@ which rows and keys each call names, how the calls are put together, and the mer
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -129,12 +130,8 @@ def a_merge_has_its_specifications_bits() -> None:
             own_lse = lse[mine, :, torch.arange(4)].t().contiguous()
             kernel.launch_merge(own, own_lse, parts, lse, position, sinks, own, kv_segment=S)
             same(own, want, (slots, sinks is not None, "own apart"))
-    parts, lse = rand(2, 1, 3, D), rand(2, 3, 1, dtype=torch.float32)
-    other(
-        naive.merge(parts[:, 0], lse[:, :, 0]),
-        naive.merge(parts.flip(0)[:, 0], lse.flip(0)[:, :, 0]),
-        "order",
-    )
+    parts, lse = rand(5, 200, D), rand(5, 200, dtype=torch.float32)
+    other(naive.merge(parts, lse), naive.merge(parts.flip(0), lse.flip(0)), "order")
 
 
 def library(
@@ -380,5 +377,5 @@ def what_is_outside_the_domain_is_refused() -> None:
 if __name__ == "__main__":
     assert differing is base.differing
     base.CHECKS.clear()
-    base.CHECKS.update(CHECKS)
+    base.CHECKS.update({n: c for n, c in CHECKS.items() if n in sys.argv[1:] or len(sys.argv) == 1})
     base.main()

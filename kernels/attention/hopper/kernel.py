@@ -1,0 +1,454 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference of attention.mma_segments/1 in Triton, the merge of its segments, and the tables a provider is called with.
+
+The reference walks one segment for 16 rows at a time and adds every row's weights key by key: slow, and independent of the
+library whose bits it certifies. Rows a tile and warps are free.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from isoexec.kernels.attention.hopper.naive import BLOCK, LN2, constants
+from isoexec.kernels.hopper.arithmetic import exp, power_of_two
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["OWN", "PAST", "SINGLE", "launch_merge", "launch_segment", "launch_tables", "reference"]
+
+OWN, PAST, SINGLE = 0, 1, 2  # what a table's entries are: `launch_tables`
+ROWS_OF_TABLE = 5
+TOTAL_STEP = 1 << 16  # above any number of rows a call may have
+_LN2 = tl.constexpr(LN2)
+_STEP = tl.constexpr(TOTAL_STEP)
+_UNROLLED = 16  # segments whose loads a merge issues at once
+
+
+@triton.jit
+def _unary(x: tl.tensor, NAME: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tensor:
+    """exp2, log2 or 1 / x of the chip's special function unit; elsewhere Triton's own."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise(
+            NAME + ".approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:  # noqa: RET505 - Triton compiles both branches unless the condition decides
+        if NAME == "ex2":
+            return tl.exp2(x)
+        if NAME == "lg2":
+            return tl.log2(x)
+        return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+
+
+@triton.jit(do_not_specialize=["R", "n", "visible"])
+def segment_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    R: tl.tensor,
+    n: tl.tensor,
+    visible: tl.tensor,
+    c: tl.tensor,
+    c_ln2: tl.tensor,
+    q_row: tl.tensor,
+    q_head: tl.tensor,
+    k_row: tl.tensor,
+    k_head: tl.tensor,
+    v_row: tl.tensor,
+    v_head: tl.tensor,
+    o_row: tl.tensor,
+    o_head: tl.tensor,
+    l_head: tl.tensor,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    ASCENDING: tl.constexpr,
+) -> None:
+    first = tl.program_id(0) * ROWS
+    h = tl.program_id(1)
+    row = first + tl.arange(0, ROWS)
+    d = tl.arange(0, D)
+    col = tl.arange(0, WIDTH)
+    limit = tl.minimum(visible + row, n)
+    x = tl.load(
+        q + row.to(tl.int64)[:, None] * q_row + h * q_head + d[None, :], mask=(row < R)[:, None], other=0.0
+    )
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    o = tl.zeros([ROWS, D], tl.float32)
+    lanes = tl.zeros([ROWS, 4], tl.float32)
+    cs = tl.full([ROWS, WIDTH], 1.0, tl.float32) * c
+    blocks = tl.cdiv(tl.minimum(visible + first + ROWS - 1, n), KEYS)
+    place = tl.arange(0, WIDTH // 4)
+    lane = tl.arange(0, 4)
+    for i in range(blocks):
+        start = i * KEYS if ASCENDING else (blocks - 1 - i) * KEYS
+        key = start + col
+        real = (col < KEYS) & (key < n)
+        at = key.to(tl.int64)
+        kx = tl.load(
+            k + at[None, :] * k_row + (h // GROUP) * k_head + d[:, None], mask=real[None, :], other=0.0
+        )
+        s = tl.dot(x, kx, tl.zeros([ROWS, WIDTH], tl.float32))
+        s = tl.where((col < KEYS)[None, :] & (key[None, :] < limit[:, None]), s, float("-inf"))
+        high = tl.maximum(m, tl.max(s, axis=1))
+        base = tl.where(high == float("-inf"), 0.0, high)
+        r = _unary((m - base) * c, "ex2", HARDWARE)
+        p = _unary(tl.fma(s, cs, tl.zeros([ROWS, WIDTH], tl.float32) - (base * c)[:, None]), "ex2", HARDWARE)
+        # [rows, key // 8, lane, key % 2] -> [rows, lane, order]
+        order = tl.reshape(
+            tl.permute(tl.reshape(p, (ROWS, WIDTH // 8, 4, 2)), (0, 2, 1, 3)), (ROWS, 4, WIDTH // 4)
+        )
+        for a in range(KEYS // 4):
+            one = tl.sum(tl.where(place[None, None, :] == a, order, 0.0), axis=2)
+            lanes = tl.where(a == 0, tl.fma(lanes, tl.broadcast_to(r[:, None], (ROWS, 4)), one), lanes + one)
+        vx = tl.load(
+            v + at[:, None] * v_row + (h // GROUP) * v_head + d[None, :], mask=real[:, None], other=0.0
+        )
+        o = tl.dot(p.to(tl.bfloat16), vx, o * r[:, None])
+        m = high
+    l0 = tl.sum(tl.where(lane[None, :] == 0, lanes, 0.0), axis=1)
+    l1 = tl.sum(tl.where(lane[None, :] == 1, lanes, 0.0), axis=1)
+    l2 = tl.sum(tl.where(lane[None, :] == 2, lanes, 0.0), axis=1)
+    l3 = tl.sum(tl.where(lane[None, :] == 3, lanes, 0.0), axis=1)
+    total = (l0 + l2) + (l1 + l3)
+    y = o * _unary(total, "rcp", HARDWARE)[:, None]
+    at = row.to(tl.int64)[:, None] * o_row + h * o_head + d[None, :]
+    tl.store(out + at, y.to(tl.bfloat16), mask=(row < R)[:, None])
+    last = tl.fma(m, tl.full([ROWS], 1.0, tl.float32) * c_ln2, _unary(total, "lg2", HARDWARE) * _LN2)
+    tl.store(lse + h * l_head + row, last, mask=row < R)
+
+
+@triton.jit
+def _merged(
+    o: tl.tensor,
+    w: tl.tensor,
+    acc: tl.tensor,
+    total: tl.tensor,
+    live: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor]:
+    """One segment's term; a segment that the row has not leaves both as they are."""
+    added = tl.fma(tl.broadcast_to(w[:, None], acc.shape), o, acc)
+    return tl.where(live[:, None], added, acc), tl.where(live, total + w, total)
+
+
+@triton.jit(do_not_specialize=["kv_segment"])
+def merge_kernel(
+    own: tl.tensor,
+    own_lse: tl.tensor,
+    parts: tl.tensor,
+    part_lse: tl.tensor,
+    position: tl.tensor,
+    sinks: tl.tensor,
+    out: tl.tensor,
+    kv_segment: tl.tensor,
+    heads: tl.tensor,
+    own_row: tl.tensor,
+    own_head: tl.tensor,
+    ol_head: tl.tensor,
+    part_slot: tl.tensor,
+    part_row: tl.tensor,
+    part_head: tl.tensor,
+    pl_slot: tl.tensor,
+    pl_head: tl.tensor,
+    out_row: tl.tensor,
+    out_head: tl.tensor,
+    SLOTS: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    SEPARATE: tl.constexpr,
+    SINK: tl.constexpr,
+) -> None:
+    t = tl.program_id(0).to(tl.int64)
+    last = (tl.load(position + t) // kv_segment).to(tl.int32)
+    if last > 0 or SINK or not SEPARATE:
+        h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        some = h < heads
+        d = tl.arange(0, D)
+        part = parts + t * part_row + h[:, None] * part_head + d[None, :]
+        part_l = part_lse + h * pl_head + t
+        # with SEPARATE the row's own segment stands apart and `parts` hold those before it
+        count = tl.zeros([HEADS], tl.int32) + (last if SEPARATE else last + 1)
+        top = tl.full([HEADS], float("-inf"), tl.float32)
+        if SEPARATE:
+            own_l = tl.load(own_lse + h * ol_head + t, mask=some, other=0.0)
+            top = own_l
+        for j in tl.static_range(SLOTS):
+            lj = tl.load(part_l + j * pl_slot, mask=some & (j < count), other=float("-inf"))
+            top = tl.maximum(top, lj)
+        if SINK:
+            sink = tl.load(sinks + h, mask=some, other=0.0)
+            top = tl.maximum(top, sink)
+        acc = tl.zeros([HEADS, D], tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        for j in tl.static_range(SLOTS):
+            live = j < count
+            lj = tl.load(part_l + j * pl_slot, mask=some & live, other=0.0)
+            oj = tl.load(part + j * part_slot, mask=(some & live)[:, None], other=0.0).to(tl.float32)
+            acc, total = _merged(oj, exp(lj - top), acc, total, live)
+        if SEPARATE:
+            mine = tl.load(
+                own + t * own_row + h[:, None] * own_head + d[None, :], mask=some[:, None], other=0.0
+            )
+            acc, total = _merged(mine.to(tl.float32), exp(own_l - top), acc, total, some)
+        if SINK:
+            total = total + exp(sink - top)
+        y = tl.div_rn(acc, tl.broadcast_to(total[:, None], (HEADS, D))).to(tl.bfloat16)
+        if not SEPARATE and not SINK:
+            alone = tl.load(part, mask=some[:, None], other=0.0)
+            y = tl.where(last == 0, alone, y)
+        tl.store(out + t * out_row + h[:, None] * out_head + d[None, :], y, mask=some[:, None])
+
+
+@triton.jit(do_not_specialize=["B", "tokens", "kv_segment", "width"])
+def table_kernel(
+    q_start: tl.tensor,
+    lengths: tl.tensor,
+    k_start: tl.tensor,
+    blocks: tl.tensor,
+    table: tl.tensor,
+    pages: tl.tensor,
+    B: tl.tensor,
+    entries: tl.tensor,
+    tokens: tl.tensor,
+    kv_segment: tl.tensor,
+    width: tl.tensor,
+    b_row: tl.tensor,
+    t_row: tl.tensor,
+    KIND: tl.constexpr,
+    FOLDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGES: tl.constexpr,
+) -> None:
+    e = tl.program_id(0)
+    if e == entries:
+        tl.store(table + e, tokens)
+    else:
+        b = e % B
+        j = e // B
+        q0 = tl.load(q_start + b)
+        rows = tl.load(q_start + b + 1) - q0
+        length = tl.load(lengths + b)
+        start = length - rows
+        if KIND == 0:
+            segment = start // kv_segment + j
+            low = tl.maximum(start, segment * kv_segment)
+            high = tl.minimum(length, (segment + 1) * kv_segment)
+        else:
+            segment = j
+            low = start
+            high = length
+            if KIND == 1:
+                low = tl.maximum(start, (segment + 1) * kv_segment)
+        count = tl.maximum(high - low, 0)
+        if KIND == 2:
+            count = tl.where(length > segment * kv_segment, count, 0)
+        used = tl.minimum(high - segment * kv_segment, kv_segment)
+        used = tl.where(count > 0, used, 0)
+        at = tl.where(count > 0, q0 + low - start, 0)
+        if FOLDED:
+            at += j * tokens
+        tl.store(table + e, at)
+        tl.store(table + t_row + e, count)
+        tl.store(table + 2 * t_row + e, used)
+        tl.store(table + 4 * t_row + e, kv_segment * _STEP)
+        if PAGE == 0:
+            base = tl.load(k_start + b)
+            tl.store(table + 3 * t_row + e, tl.where(count > 0, base + segment * kv_segment, 0))
+        else:
+            tl.store(table + 3 * t_row + e, 0)
+            per = kv_segment // PAGE
+            for first in range(0, per, PAGES):
+                w = first + tl.arange(0, PAGES)
+                block = segment * per + w
+                real = (w < per) & (w * PAGE < used) & (block < width)
+                found = tl.load(blocks + b.to(tl.int64) * b_row + block, mask=real, other=0)
+                tl.store(pages + e.to(tl.int64) * per + w, found, mask=w < per)
+
+
+def launch_segment(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    visible: int,
+    scale: float,
+    rows: int = 16,
+    num_warps: int = 4,
+    hardware: bool = True,
+    ascending: bool = False,
+    keys: int | None = None,
+) -> None:
+    """One segment of one sequence: q [R, H, D], k and v [n, KV, D]; row i sees min(n, visible + i) keys.
+
+    Writes out [R, H, D] and lse [H, R]. `ascending` and another number of `keys` a block are other functions, for controls.
+    """
+    R, H, D = q.shape
+    if not R:
+        return
+    c, c_ln2 = constants(scale)
+    block = keys or BLOCK[D]
+    segment_kernel[(-(-R // rows), H)](
+        q,
+        k,
+        v,
+        out,
+        lse,
+        R,
+        len(k),
+        visible,
+        c,
+        c_ln2,
+        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        *(out.stride(0), out.stride(1), lse.stride(0)),
+        GROUP=H // k.shape[1],
+        D=D,
+        KEYS=block,
+        WIDTH=power_of_two(block),
+        ROWS=rows,
+        HARDWARE=hardware,
+        ASCENDING=ascending,
+        num_warps=num_warps,
+        num_stages=2,
+        enable_fp_fusion=False,
+    )
+
+
+def launch_merge(
+    own: Tensor | None,
+    own_lse: Tensor | None,
+    parts: Tensor,
+    part_lse: Tensor,
+    position: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    *,
+    kv_segment: int,
+) -> None:
+    """Merge each row's segments into `out [T, H, D]`.
+
+    With `own [T, H, D]` and `own_lse [H, T]`, `parts [n, T, H, D]` and `part_lse [n, H, T]` hold the segments before a row's
+    own, and `out` must be `own` itself: rows in their first segment are not touched, unless there are sinks. Without `own`,
+    part j is segment j.
+    """
+    T, H, D = out.shape
+    if not T:
+        return
+    separate = own is not None and own_lse is not None
+    a = out if own is None else own
+    b = part_lse[0] if own_lse is None else own_lse
+    elements = 512 if T < 64 else 4096  # free of bits
+    heads = min(power_of_two(H), max(1, elements // D))
+    merge_kernel[(T, -(-H // heads))](
+        a,
+        b,
+        parts,
+        part_lse,
+        position,
+        out if sinks is None else sinks,
+        out,
+        kv_segment,
+        H,
+        *(a.stride(0), a.stride(1), b.stride(0)),
+        *(parts.stride(0), parts.stride(1), parts.stride(2), part_lse.stride(0), part_lse.stride(1)),
+        *(out.stride(0), out.stride(1)),
+        SLOTS=len(parts),
+        D=D,
+        HEADS=heads,
+        SEPARATE=separate,
+        SINK=sinks is not None,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+
+
+def launch_tables(
+    kind: int,
+    q_start: Tensor,
+    lengths: Tensor,
+    k_start: Tensor | None,
+    blocks: Tensor | None,
+    table: Tensor,
+    pages: Tensor | None,
+    *,
+    tokens: int,
+    kv_segment: int,
+    page: int,
+    folded: bool,
+) -> None:
+    """Fill `table [5, entries + 1]` and `pages [entries, kv_segment / page]` for one call of a provider, on the device.
+
+    Entry e = j * B + b belongs to request b, whose rows are q_start[b] .. q_start[b + 1] and whose keys, this step's included,
+    number lengths[b]; they lie from k_start[b] on, or in the pages blocks[b]. OWN: the rows in the j-th of the segments that the
+    rows touch, with that segment's keys. PAST: the rows beyond segment j, with its keys. SINGLE: all rows (one) and segment j.
+    The rows of the table: first query row (and `tokens` at the end), number of rows, number of keys, first key, and the total
+    that lets every row of a PAST entry see every key. `folded` shifts the rows of entry j by j * tokens.
+    """
+    entries = table.shape[1] - 1
+    assert table.shape[0] == ROWS_OF_TABLE
+    assert entries % len(lengths) == 0
+    table_kernel[(entries + 1,)](
+        q_start,
+        lengths,
+        lengths if k_start is None else k_start,
+        lengths if blocks is None else blocks,
+        table,
+        table if pages is None else pages,
+        len(lengths),
+        entries,
+        tokens,
+        kv_segment,
+        0 if blocks is None else blocks.shape[1],
+        0 if blocks is None else blocks.stride(0),
+        table.stride(0),
+        KIND=kind,
+        FOLDED=folded,
+        PAGE=0 if blocks is None else page,
+        PAGES=256,
+        num_warps=4,
+    )
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    kv_segment: int,
+    sinks: Tensor | None = None,
+    hardware: bool = True,
+    num_warps: int = 4,
+) -> Tensor:
+    """One sequence from position 0: q [s, H, D], k and v [s, KV, D] bf16, sinks fp32 [H]; [s, H, D], by Triton alone."""
+    s, H, D = q.shape
+    count = -(-s // kv_segment)
+    parts = torch.zeros(count, s, H, D, dtype=q.dtype, device=q.device)
+    lse = torch.zeros(count, H, s, dtype=torch.float32, device=q.device)
+    for j in range(count):
+        first, end = j * kv_segment, min(s, (j + 1) * kv_segment)
+        launch_segment(
+            q[first:],
+            k[first:end],
+            v[first:end],
+            parts[j, first:],
+            lse[j, :, first:],
+            visible=1,
+            scale=scale,
+            num_warps=num_warps,
+            hardware=hardware,
+        )
+    out = torch.empty_like(q)
+    position = torch.arange(s, dtype=torch.int32, device=q.device)
+    launch_merge(None, None, parts, lse, position, sinks, out, kv_segment=kv_segment)
+    return out

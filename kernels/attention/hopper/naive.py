@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attention.mma_segments/1 on sm90: each query row over each absolute segment of `kv_segment` keys, then one merge.
+
+Segment j holds the keys [j * kv_segment, (j + 1) * kv_segment) of its sequence. A row at position p sees the keys up to p,
+so it has the segments 0 .. p // kv_segment. Within a segment, for one row:
+
+    blocks of BLOCK[head dim] keys from the segment's start, walked from the row's last block down to the first:
+    s   = chain(q, k)                        fp32, 16 products a step, from zero
+    M   = max(m, s of the visible keys)      exact in any order
+    r   = exp2((m - M) * c)                  c = scale * log2(e) rounded to fp32; r = 1 in the first block
+    p   = exp2(fma(s, c, -(M * c)))          0 for a key that is not visible
+    l_t = fma(l_t, r, p of the first key), then + p of the others, one after the other; t = (key // 2) % 4 = 0 .. 3
+    o   = chain(bf16(p), v) from o * r       16 keys a step
+    then l = (l_0 + l_2) + (l_1 + l_3), out = bf16(o * (1 / l)), lse = fma(M, c * ln2, log2(l) * ln2)
+
+The row's segments are merged in ascending order: W = max lse_j (and the sink), w_j = exp(lse_j - W), written out;
+acc = fma(w_j, out_j, acc) and n = n + w_j from zero, then + exp(sink - W); result = bf16(acc / n). A row with one segment and
+no sink is that segment's output.
+
+What plain torch cannot state is the last bit of a tensor-core step, of exp2, of log2 and of 1 / l: on sm90 these are the
+steps of its tensor cores and `ex2.approx.ftz`, `lg2.approx.ftz`, `rcp.approx.ftz`. Here a step is the exact sum rounded once,
+and the other three are fp64 rounded to fp32. The bits are those of `kernel.reference`, which walks the same expressions;
+providers are certified against it as integers and against fp64 by error. The merge is exact arithmetic with one
+specification on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from isoexec.kernels.hopper.spec import exp, fma
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BLOCK", "attention", "merge", "segment"]
+
+BLOCK = {64: 128, 128: 128, 256: 80}  # keys a block, by head dim
+STEP, LANES = 16, 4
+LN2 = float.fromhex("0x1.62e43p-1")  # float32(ln 2)
+
+
+def constants(scale: float) -> tuple[float, float]:
+    """(c, c * ln2) as fp32 values."""
+    c = torch.tensor(float(torch.tensor(scale, dtype=torch.float32)) * math.log2(math.e), dtype=torch.float32)
+    return float(c), float(c * torch.tensor(LN2, dtype=torch.float32))
+
+
+def _chain(x: Tensor, w: Tensor, acc: Tensor) -> Tensor:
+    """Fp32 acc [R, N] + bf16 x [R, K] @ w [N, K]^T in steps of 16, each the exact sum rounded once."""
+    for k in range(0, x.shape[1], STEP):
+        exact = x[:, k : k + STEP].double() @ w[:, k : k + STEP].double().t()
+        acc = (acc.double() + exact).float()
+    return acc
+
+
+def segment(q: Tensor, k: Tensor, v: Tensor, limit: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One head, one segment: q [R, D], k and v [n, D] bf16, row i sees limit[i] >= 1 keys; (out [R, D] bf16, lse [R] fp32)."""
+    R, D = q.shape
+    block = BLOCK[D]
+    c, c_ln2 = constants(scale)
+    padded = -(-len(k) // block) * block
+    keys = torch.zeros(padded, D, dtype=q.dtype, device=q.device)
+    values = keys.clone()
+    keys[: len(k)], values[: len(k)] = k, v
+    m = torch.full((R,), -torch.inf, device=q.device)
+    o, lanes = torch.zeros(R, D, device=q.device), torch.zeros(R, LANES, device=q.device)
+    for start in range(padded - block, -1, -block):
+        s = _chain(q, keys[start : start + block], torch.zeros(R, block, device=q.device))
+        place = start + torch.arange(block, device=q.device)
+        s = s.masked_fill(place >= limit[:, None], -torch.inf)
+        top = torch.maximum(m, s.amax(1))
+        base = torch.where(top == -torch.inf, 0.0, top)
+        r = torch.exp2(((m - base) * c).double()).float()
+        # exp2 of fma(s, c, -(M c)); the sentinel keeps the fma finite where a key is not visible
+        arg = fma(torch.where(s == -torch.inf, 0.0, s), c, -(base * c)[:, None].expand_as(s))
+        p = torch.where(s == -torch.inf, 0.0, torch.exp2(arg.double()).float())
+        first, *others = p.view(R, -1, LANES, 2).transpose(2, 3).reshape(R, -1, LANES).unbind(1)
+        lanes = fma(lanes, r[:, None].expand_as(lanes), first)
+        for other in others:
+            lanes = lanes + other
+        o = _chain(p.bfloat16(), values[start : start + block].t(), o * r[:, None])
+        m = top
+    total = (lanes[:, 0] + lanes[:, 2]) + (lanes[:, 1] + lanes[:, 3])
+    out = (o * (1.0 / total.double()).float()[:, None]).bfloat16()
+    return out, fma(m, c_ln2, torch.log2(total.double()).float() * LN2)
+
+
+def merge(outs: Tensor, lses: Tensor, sink: Tensor | None = None) -> Tensor:
+    """Bf16 outs [n, R, D] and fp32 lses [n, R] of a row's n segments, ascending; sink fp32 [R]; bf16 [R, D]."""
+    if len(outs) == 1 and sink is None:
+        return outs[0]
+    top = lses.amax(0)
+    if sink is not None:
+        top = torch.maximum(top, sink)
+    acc, total = torch.zeros_like(outs[0], dtype=torch.float32), torch.zeros_like(top)
+    for out, lse in zip(outs, lses, strict=True):
+        w = exp(lse - top)
+        acc = fma(w[:, None].expand_as(acc), out.float(), acc)
+        total = total + w
+    if sink is not None:
+        total = total + exp(sink - top)
+    return (acc / total[:, None]).bfloat16()
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, kv_segment: int, sinks: Tensor | None = None
+) -> Tensor:
+    """Q [s, H, D], k and v [s, KV, D] bf16 of one sequence from position 0, sinks fp32 [H]; bf16 [s, H, D]."""
+    s, H, D = q.shape
+    group = H // k.shape[1]
+    out = torch.empty(s, H, D, dtype=q.dtype, device=q.device)
+    for start in range(0, s, kv_segment):
+        end = min(s, start + kv_segment)
+        position = torch.arange(start, end, device=q.device)
+        for h in range(H):
+            parts = [
+                segment(
+                    q[start:end, h],
+                    k[first : min(end, first + kv_segment), h // group],
+                    v[first : min(end, first + kv_segment), h // group],
+                    (position + 1 - first).clamp(max=kv_segment),
+                    scale,
+                )
+                for first in range(0, end, kv_segment)
+            ]
+            outs, lses = (torch.stack(x) for x in zip(*parts, strict=True))
+            out[start:end, h] = merge(outs, lses, None if sinks is None else sinks[h].expand(end - start))
+    return out
