@@ -40,25 +40,25 @@ class RouteRule:
 ROUTE_RULES: Mapping[str, RouteRule] = {
     "canonical": RouteRule(
         meaning="the plain composition of the operators; no freedom was taken",
-        discharge="evidence of the provider, as every entry",
+        discharge="evidence of the entry and of its providers, as everywhere",
         least="off",
         why="a region may be watched before it is owned; its bits are unknown until then",
     ),
     "composition_defining": RouteRule(
         meaning="the schedule is its own definition (blocked, fused, reordered); nothing else has its bits",
-        discharge="evidence of the provider, as every entry",
+        discharge="evidence of the entry and of its providers, as everywhere",
         least="off",
         why="a region may be watched before it is owned; its bits are unknown until then",
     ),
     "reference_preserving": RouteRule(
         meaning="a faster schedule with the bits of the canonical one",
-        discharge="evidence on the entry itself, for that is what it claims",
+        discharge="evidence, and a reference in the contract to compare with: an own kernel, or a canonical entry",
         least="off",
         why="what it replaces has the same bits only where that was proven too, so it is no substitute",
     ),
     "protected": RouteRule(
         meaning="kept opaque and bound at all times, so that no compiler fuses into it and no setting lowers it",
-        discharge="evidence of the provider, as every entry",
+        discharge="evidence of the entry and of its providers, as everywhere",
         least="install+refuse",
         why="other regions' bits depend on it standing where it stands; lowering it would leave them unproven silently",
     ),

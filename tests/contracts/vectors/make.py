@@ -28,7 +28,7 @@ VALUES: dict[str, object] = {
     "integers_and_booleans_are_not_one": {"a": 1, "b": True, "c": "1", "d": "true"},
     "keys_sort_by_code_point": {"b": 1, "a": 2, "B": 3, "é": 4, "10": 5, "9": 6},
     "keys_sort_by_code_point_not_utf16": {
-        "\ufb33": 1,
+        "\uff21": 1,
         "\U0001f600": 2,
         "\u20ac": 3,
         "\r": 4,
