@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from isoexec.contracts.errors import ContractError
 from isoexec.contracts.models import FIELDS, config_of, facts_of, read_config, text_facts
@@ -225,3 +227,33 @@ def test_every_fact_says_which_field_it_comes_from() -> None:
 def test_an_engines_view_of_the_language_model_gives_the_same_facts() -> None:
     names = ("Qwen3ForCausalLM",)
     assert text_facts({**QWEN3, "architectures": list(names)}, names) == facts(QWEN3)
+
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 2**70), st.floats(), st.text(max_size=8), st.sampled_from([2, 8, 128, "yarn"])
+)  # fmt: skip
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "rope_type", "quant_method", "mrope_section"]), inner, max_size=3
+        )
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from([QWEN3, MOE, NEXT, HYBRID, GLM]), st.data())
+def test_no_value_of_any_field_is_a_crash(config: dict[str, Any], data: st.DataObject) -> None:
+    whole = json.loads(json.dumps(config))
+    part = whole.get("text_config", whole)
+    part[data.draw(st.sampled_from(sorted(part)))] = data.draw(VALUES)
+    said = "a fact"
+    try:
+        found = facts_of(config_of(whole))
+    except ContractError as error:
+        said, found = error.field, {}
+    assert said
+    assert all(isinstance(value, (int, str)) for value in found.values())
