@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from isoexec.contracts.canonical import encode, normal
@@ -185,7 +184,7 @@ class ListOf(Kind):
         return tuple(out)
 
     def _label(self, record: Any) -> list[object]:
-        kinds = {name: (attribute, kind) for name, attribute, kind, *_ in wire_fields(record.__class__)}
+        kinds = {name: (attribute, kind) for name, attribute, kind, *_ in wire_fields(type(record))}
         return [kind.write(getattr(record, at)) for at, kind in (kinds[name] for name in self.key)]
 
     def write(self, value: Any) -> list[object]:
@@ -260,16 +259,22 @@ def wire(kind: Kind, doc: str, *, default: Any = dataclasses.MISSING, name: str 
     return dataclasses.field(metadata=meta, default=default)
 
 
-@cache
-def wire_fields(cls: type) -> tuple[tuple[str, str, Kind, str, Any], ...]:
+Fields = tuple[tuple[str, str, Kind, str, Any], ...]
+_FIELDS: dict[type, Fields] = {}
+
+
+def wire_fields(cls: type) -> Fields:
     """Return (wire name, attribute, kind, doc, default or MISSING) of each field of a record, in order."""
+    known = _FIELDS.get(cls)
+    if known is not None:
+        return known
     out = []
     for f in dataclasses.fields(cls):
         default: Any = f.default
         if f.default_factory is not dataclasses.MISSING:
             default = f.default_factory()
         out.append((f.metadata["name"] or f.name, f.name, f.metadata["kind"], f.metadata["doc"], default))
-    return tuple(out)
+    return _FIELDS.setdefault(cls, tuple(out))
 
 
 def read_record(cls: type, value: object, place: Place) -> Any:
@@ -300,7 +305,7 @@ def read_record(cls: type, value: object, place: Place) -> Any:
 def write_record(record: Any) -> dict[str, object]:
     """Return the canonical dict of a record: sets in order, fields at their default left out."""
     out: dict[str, object] = {}
-    for name, attribute, kind, _, default in wire_fields(record.__class__):
+    for name, attribute, kind, _, default in wire_fields(type(record)):
         value = getattr(record, attribute)
         if value is None or (default is not dataclasses.MISSING and value == default):
             continue

@@ -151,7 +151,7 @@ def _exact(text: str, path: str) -> _Builder:
         raise ContractError(problem, path=path, line=at, fix="mend the syntax") from error
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
-        problem = f"not YAML: character #x{ord(str(error.character)):04x} is not text"
+        problem = f"not YAML: character #x{error.character:04x} is not text"
         raise ContractError(problem, path=path, line=line, fix="remove it") from error
     except yaml.YAMLError as error:
         problem = "not YAML: " + " ".join(str(error).split())
@@ -293,6 +293,8 @@ def _plain(text: str) -> tuple[str | int | bool | None, str, str]:
     if _FLOAT.fullmatch(text) and not _NUMBER_LIKE.fullmatch(text):
         return None, f"raw float {text}", f'quote it ("{text}") or give the bit pattern as text'
     tag: str = _RESOLVER.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
+    if tag == "tag:yaml.org,2002:merge":
+        return None, "merge key '<<'", "write the fields out; a contract has none"
     if tag != "tag:yaml.org,2002:str" or _NUMBER_LIKE.fullmatch(text):
         return (
             None,

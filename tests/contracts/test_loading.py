@@ -3,15 +3,23 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from isoexec.contracts import loading
+from isoexec.contracts.canonical import encode
 from isoexec.contracts.errors import ContractError
 from isoexec.contracts.loading import MAX_BYTES, parse
-from isoexec.contracts.schema import Contract
+from isoexec.contracts.schema import Contract, library
 
-TEXT = (Path(__file__).parent / "vectors" / "contract.yaml").read_text(encoding="utf-8")
+VECTORS = Path(__file__).parent / "vectors"
+TEXT = (VECTORS / "contract.yaml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -35,7 +43,23 @@ TEXT = (Path(__file__).parent / "vectors" / "contract.yaml").read_text(encoding=
         ("head_dim: 128", "1: 128", "model.facts", "is not text"),
         ("family: tiny", "family: 3", "model.family", "expected a name, found an integer"),
         ("family: tiny", "family:", "model.family", "is missing"),
-        ("family: tiny", "<<: {family: tiny}", "model", "different things"),
+        ("family: tiny", "<<: {family: tiny}", "model", "merge key '<<'"),
+        ("family: tiny", "family: tiny\n  <<: *base", "model", "merge key '<<'"),
+        ("name: vector", "name: &x vector\nname: *x", "name", "anchor or alias 'x'"),
+        ("name: vector", "? [name]\n: vector", "", "a key that is not text"),
+        ("name: vector", "? name\n: vector\nname: vector", "name", "duplicate key"),
+        ("name: vector", "name: vector\n'name': vector", "name", "duplicate key"),
+        ("facts:", "facts: {family: 1, family: 2}\n  fact:", "model.facts.family", "duplicate key"),
+        ("role: engine, grad", "role: critic, grad", "cases[0].role", "expected one of engine, trainer, found text"),
+        ("name: trainer_fwd", "name: trainer_eval", "cases[2].name", "expected one of engine_prefill"),
+        ("name: engine_prefill, role: engine", "name: engine_prefill, role: trainer", "cases[1]", "with role trainer"),
+        ("grad: grad", "grad: recompute", "cases[2]", "trainer_fwd with grad recompute"),
+        ("route: canonical", "route: fast", "composition[0].route", "expected one of reference_preserving"),
+        ("variables: {OMP_NUM_THREADS: \"1\"}", "variables: {OMP_NUM_THREADS: 1}",
+         "claims.environment.variables.OMP_NUM_THREADS", "expected text of at most 200 characters, found an integer 1"),
+        ("k_block: 64", "k_block: [64]", "composition[1].constants.k_block", "expected an integer, text or a boolean"),
+        ("roles: [engine]", "roles: engine", "providers[1].roles", "expected a list, found text 'engine'"),
+        ("state: paged_kv, domain", "state: {paged_kv: true}, domain", "cases[0].state", "found a mapping"),
         ("schema_version: 1", "schema_version: 2", "", "schema_version 2"),
         ("schema_version: 1", "schema_version: true", "schema_version", "found a boolean"),
         ("pinned: 1", "pinned: 0", "claims.topology.engine.EP.pinned", "at least 1"),
@@ -62,11 +86,24 @@ def test_a_bad_contract_is_refused_by_line_field_and_fix(old: str, new: str, fie
     assert words in error.problem
     assert error.path == "a.yaml"
     assert error.fix
-    # the line is that of the changed text, or of the record around it
+    # the line is that of the value, or of the record that is wrong as a whole
     changed = TEXT[: TEXT.index(old)].count("\n") + 1
-    assert error.line is not None
-    assert changed - 9 <= error.line <= changed + new.count("\n") or field == ""
-    assert str(error).startswith(f"a.yaml:{error.line}: ")
+    assert error.line == changed + LINES_AWAY.get(new, 0)
+    assert (
+        str(error)
+        == f"a.yaml:{error.line}: " + (f"{field}: " if field else "") + f"{error.problem}; {error.fix}"
+    )
+
+
+LINES_AWAY = {
+    "name: vector\nname: other": 1,  # the second of the two
+    "? name\n: vector\nname: vector": 2,
+    "name: vector\n'name': vector": 1,
+    "arch: cpu\ncolour: red\nmodel": 1,
+    "family: tiny\n  <<: *base": 1,
+    "schema_version: 2": -2,  # the contract begins with its comment
+    "artifact: null": -3,  # the provider begins with its name
+}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +131,99 @@ def test_a_file_outside_the_subset_is_refused(tmp_path: Path, data: bytes, words
         Contract.load(path)
     assert caught.value.path == str(path)
     assert caught.value.fix
+
+
+def test_a_huge_file_is_refused_at_once_and_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "huge.yaml"
+    with path.open("wb") as file:
+        file.write(TEXT.encode())
+        file.truncate(100 * 2**20)
+    tracemalloc.start()
+    with pytest.raises(ContractError, match="larger than 262144 bytes") as caught:
+        Contract.load(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * MAX_BYTES
+    assert (caught.value.path, caught.value.fix) == (str(path), "give a contract: it has a few kilobytes")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "field", "words"),
+    [
+        ('{"name": "x",\n "name": "y"}', 2, "name", "duplicate key"),
+        ('{"a": 0.5}', 1, "a", "raw float 0.5"),
+        ('{"a": {"b": [1,\n 1e3]}}', 2, "a.b[1]", "raw float 1e3"),
+        ('{"a": 1,}\n{"b": 2}', 2, "", "not YAML"),
+        ("a: &x {b: 1}\nc: {<<: *x, b: 2}", 1, "a", "anchor or alias 'x'"),
+        ("c: {<<: {b: 1}, b: 2}", 1, "c", "merge key"),
+        ("a:\n  - b: 1\n    c: 2\n    b: 3\n", 4, "a[0].b", "duplicate key"),
+        ("a: [1, 2\nb: 3\n", 2, "", "not YAML: expected ',' or ']'"),
+        ("a: 'b\n", 2, "", "not YAML"),
+        ("a: b: c\n", 1, "", "not YAML: mapping values are not allowed here"),
+        ("a:\tb\n\t- c\n", 1, "", "not YAML"),
+        ("a: 1\nb: \x00\n", 2, "", "not YAML: character #x0000 is not text"),
+        ("%YAML 3.0\n---\na: 1\n", 1, "", "not YAML: found incompatible YAML document"),
+        ("a: 1\n...\n---\nb: 2\n", 3, "", "more than one document"),
+        ("a: !python/object/apply:os.system [echo]", 1, "a", "explicit YAML tag"),
+        ("a: " + "[" * 70 + "]" * 70, 1, "a" + "[0]" * 63, "nested deeper than 64"),
+        (
+            "a:\n" + "".join("  " * n + "- \n" for n in range(1, 70)),
+            64,
+            "a" + "[0]" * 63,
+            "nested deeper than 64",
+        ),
+    ],
+    ids=range(17),
+)
+def test_what_is_refused_is_refused_by_line_field_and_fix(
+    text: str, line: int, field: str, words: str
+) -> None:
+    with pytest.raises(ContractError) as caught:
+        parse(text, path="b.yaml")
+    error = caught.value
+    assert (error.path, error.line, error.field) == ("b.yaml", line, field)
+    assert words in error.problem
+    assert error.fix
+
+
+def test_a_contract_may_be_a_json_file(tmp_path: Path) -> None:
+    contract = Contract.from_document(parse(TEXT))
+    path = tmp_path / "contract.json"
+    path.write_bytes(encode(contract.to_dict()))
+    assert Contract.load(path).identities.to_dict() == contract.identities.to_dict()
+    path.write_text(json.dumps(contract.to_dict(), indent=2))
+    assert Contract.load(path).identities.to_dict() == contract.identities.to_dict()
+
+
+PIECES = ["\n", " ", "\t", "?", "%", "é", "e\u0301", "😀", ":", ": ", " #c", "#", "- ", "[", "]", "{", "}", ",", "&a ",
+          "*a", "!!str ", "|\n  x\n", ">\n  y\n", "'", '"', "\\", "---\n", "...\n", "<<: ", "~", "0x1", "\r\n", "\u2028",
+          "\ufeff", "\x85", "\\u00e9", "''", "- - a", "? k\n: v\n", "|2-\n", "@", "`", "a:b"]  # fmt: skip
+SMALL = 'a: "é"\nb:\n  - {x: [1, "2", \'3\'], "y": z}\n  - |\n    text\n  - >-\n    fold\n    ed\n\nc:\n"d": -1 # e\n'
+
+
+@pytest.mark.skipif(not yaml.__with_libyaml__, reason="PyYAML was built without libyaml: there is one parser")
+@settings(max_examples=300, deadline=None)
+@given(
+    base=st.sampled_from([SMALL, TEXT[:900], '{"a": [1, {"b": null}], "c": "\\u00e9"}']),
+    edits=st.lists(st.tuples(st.integers(0, 900), st.integers(0, 12), st.sampled_from(PIECES)), max_size=3),
+)
+def test_both_parsers_give_one_answer(base: str, edits: list[tuple[int, int, str]]) -> None:
+    text = base
+    for place, cut, piece in edits:
+        at = place % (len(text) + 1)
+        text = text[:at] + piece + text[at + cut :]
+    fast = loading._fast(text, "")
+    if fast is not None:  # else the other parser is asked, and its answer is the answer
+        exact = loading._exact(text, "")
+        assert (fast.value, fast.documents, fast.spans) == (exact.value, exact.documents, exact.spans)
+
+
+@pytest.mark.skipif(not yaml.__with_libyaml__, reason="PyYAML was built without libyaml: there is one parser")
+@pytest.mark.parametrize(
+    "path", [VECTORS / "full.yaml", library("qwen3-dense-cpu")], ids=lambda path: path.stem
+)
+def test_shipped_contracts_are_read_by_the_fast_parser(path: Path) -> None:
+    assert loading._fast(path.read_text(encoding="utf-8"), "") is not None
 
 
 def test_64_levels_are_admitted() -> None:

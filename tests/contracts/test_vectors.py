@@ -63,7 +63,7 @@ def test_canonical_bytes_are_written_out() -> None:
         "1",
         "\x80",
         "€",
-        "Ａ",
+        "\uff21",
         "😀",
     ]
 
