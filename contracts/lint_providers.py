@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from isoexec.contracts.digests import ZERO
 from isoexec.contracts.lint import Found, rule
-from isoexec.contracts.lint_tables import entry, provider_entry, roles_of
+from isoexec.contracts.lint_tables import CARRIED_BY, entry, provider_entry, roles_of
 from isoexec.contracts.parts import ROLES
 from isoexec.contracts.schema import Contract
 
@@ -162,7 +162,7 @@ def what_preserves_has_a_reference(contract: Contract) -> Iterator[Found]:
             )
 
 
-@rule("IX018", "warning")
+@rule("IX018", "note")
 def libraries_have_settings(contract: Contract) -> Iterator[Found]:
     """A library provider says the settings its bits depend on.
 
@@ -171,7 +171,7 @@ def libraries_have_settings(contract: Contract) -> Iterator[Found]:
 
     Breach: a provider of kind library without settings.
 
-    Fix: write the settings it was certified under, such as settings: {split_k: false}.
+    Fix: write the settings it was certified under, such as settings: {split_k: false}; where it has none, leave the note.
     """
     for provider in contract.providers:
         if provider.kind == "library" and not provider.settings:
@@ -196,11 +196,13 @@ def libraries_have_their_version_claimed(contract: Contract) -> Iterator[Found]:
     named = {claim.name.lower() for claim in contract.claims.environment.versions}
     for provider in contract.providers:
         whole = provider.name.lower()
-        if provider.kind == "library" and not {whole, whole.partition(".")[0]} & named:
+        part = whole.partition(".")[0]
+        carrier = CARRIED_BY.get(part, provider.name.partition(".")[0])
+        if provider.kind == "library" and not {whole, part, carrier.lower()} & named:
             yield (
                 provider_entry(provider),
-                f"claims.environment.versions does not name {provider.name.partition('.')[0]}",
-                f"add {{name: {provider.name.partition('.')[0]}}} to claims.environment.versions",
+                f"claims.environment.versions does not name {carrier}",
+                f"add {{name: {carrier}}} to claims.environment.versions",
             )
 
 

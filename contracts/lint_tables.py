@@ -12,6 +12,7 @@ from isoexec.contracts.parts import Binding, Case, Provider
 from isoexec.contracts.schema import Contract
 
 __all__ = [
+    "CARRIED_BY",
     "FACTORS",
     "FUNCTIONS",
     "OPERATORS",
@@ -144,6 +145,9 @@ FUNCTIONS: dict[str, Computes] = {
     "silu_mul.poly/1": Computes(),
 }
 """Functions whose constants are known; a test holds them against the kernels' registry."""
+
+CARRIED_BY = {"cublas": "torch", "cublaslt": "torch", "cudnn": "torch", "cutlass": "torch"}
+"""Libraries that come inside another component, whose version then says theirs."""
 
 _KEPT_BY_MODE = {"paged_kv": ("kv_cache", "prefix_cache"), "recurrent": ("recurrent_state",)}
 _KEPT_BY_OP = {

@@ -149,9 +149,9 @@ def test_the_first_error_refuses_the_contract_and_counts_the_rest(tmp_path: Path
 
 def test_a_warning_does_not_refuse_the_contract(tmp_path: Path) -> None:
     made = bench(tmp_path)
-    del made.provider("linear.library/1")["settings"]
+    made.claims["environment"]["versions"] = [{"name": "torch"}]
     contract = Contract.from_dict(made.data)
-    assert {finding.rule for finding in lint(contract)} == {"IX018"}
+    assert {finding.rule for finding in lint(contract)} == {"IX019"}
     require_clean(contract)
 
 
@@ -196,6 +196,12 @@ def test_the_committed_rules_page_is_the_generated_one() -> None:
     page = Path(schema.__file__).parent / "spec" / "lint.md"
     command = "isoexec contract explain --format markdown > contracts/spec/lint.md"
     assert page.read_text(encoding="utf-8") == rules_page(), f"run: {command}"
+
+
+def test_torchs_version_says_the_version_of_what_comes_with_it(tmp_path: Path) -> None:
+    assert spoilt(tmp_path, lambda b: b.provider("linear.library/1").update(name="cublaslt")) == []
+    findings = spoilt(tmp_path, lambda b: b.provider("linear.library/1").update(name="mkl.linear"))
+    assert [finding.message for finding in findings] == ["claims.environment.versions does not name mkl"]
 
 
 def test_kv_heads_may_be_held_by_several_ranks_whole(tmp_path: Path) -> None:
