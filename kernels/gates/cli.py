@@ -18,6 +18,9 @@ from isoexec.kernels.registry import ARCHS
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from isoexec.kernels.gates.running import Job
+    from isoexec.kernels.gates.verifying import Held
+
 __all__ = ["run"]
 
 _EXIT = """
@@ -207,65 +210,25 @@ def _list(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from isoexec.contracts.signing import load_key, sign
-    from isoexec.kernels.gates import ranks
-    from isoexec.kernels.gates.found import contracts_for, environment, gated
-    from isoexec.kernels.gates.progress import Progress
-    from isoexec.kernels.gates.running import (
-        State,
-        jobs_of,
-        pin_contract,
-        proven,
-        record_of,
-        run_gates,
-        single_thread,
-    )
-    from isoexec.kernels.gates.showing import counts, outcome_lines
+    from isoexec.kernels.gates.found import contracts_for, gated
+    from isoexec.kernels.gates.running import jobs_of, pin_contract, single_thread
+    from isoexec.kernels.gates.showing import counts
 
     key = load_key(args.sign) if args.sign else None
-    store, state = _open(args), State(args.work)
+    store = _open(args)
     contracts = contracts_for(args.arch, [*args.contract, *args.pin])
     functions = args.function or [name for name, there in gated(args.arch).items() if there]
-    records: list[EvidenceRecord] = []
     with single_thread():
         jobs = jobs_of(functions, args.arch, contracts, families=args.family, full=not args.quick)
         idle = sorted(set(functions) - {job.gate.function for job in jobs})
         if idle:
             print(f"not run, since no contract of {args.arch} binds them: {', '.join(idle)}")
-        if args.missing and not args.family:
-            for function in sorted({job.gate.function for job in jobs}):
-                held = proven([job for job in jobs if job.gate.function == function], store, now=time.time())
-                if held is not None:
-                    records.append(held)
-                    print(f"{function}: proven by {held.digest}")
-            proven_here = {record.function for record in records}
-            jobs = [job for job in jobs if job.gate.function not in proven_here]
-        failed = 0
-        found = environment(args.arch)
-        try:
-            with Progress(len(jobs)) as progress:
-                for outcome in run_gates(jobs, state, fresh=args.fresh, said=progress.said):
-                    verdict = "fails, no evidence is written" if outcome.failures else "holds"
-                    kept = f", {outcome.kept} checks kept from an earlier run" if outcome.kept else ""
-                    progress.line(
-                        f"{outcome.gate.function}: {verdict}; {len(outcome.checks)} checks, "
-                        f"{counts(outcome.elements)} elements, {outcome.seconds:.1f} s{kept}"
-                    )
-                    for line in outcome_lines(outcome):
-                        progress.line(line)
-                    if outcome.failures:
-                        failed += 1
-                        continue
-                    if args.family:
-                        continue
-                    record = record_of(outcome, full=not args.quick, valid_days=args.valid_days)
-                    progress.line(f"  {store.write(record)}")
-                    records.append(record)
-                    own = [job for job in jobs if job.gate is outcome.gate]
-                    state.drop(job.key(found) for job in own)
-        finally:
-            ranks.close()
-    for record in records:
-        if key is not None:
+        held = _held(jobs, store) if args.missing and not args.family else {}
+        jobs = [job for job in jobs if job.gate.function not in held]
+        made, failed = _prove(args, jobs, store)
+    records = [*held.values(), *made]
+    if key is not None:
+        for record in records:
             sign(store, record.digest, key)
     for path in args.pin:
         changed = pin_contract(Path(path), records)
@@ -273,6 +236,50 @@ def _run(args: argparse.Namespace) -> int:
     total = sum(record.elements for record in records)
     print(f"{len(records)} gates hold, {failed} fail; {counts(total)} elements compared as integers")
     return 1 if failed else 0
+
+
+def _held(jobs: Sequence[Job], store: Store) -> dict[str, EvidenceRecord]:
+    """The records that say already what these jobs would, by function."""
+    from isoexec.kernels.gates.running import proven
+
+    out = {}
+    for function in sorted({job.gate.function for job in jobs}):
+        own = [job for job in jobs if job.gate.function == function]
+        record = proven(own, store, now=time.time())
+        if record is not None:
+            print(f"{function}: proven by {record.digest}")
+            out[function] = record
+    return out
+
+
+def _prove(args: argparse.Namespace, jobs: Sequence[Job], store: Store) -> tuple[list[EvidenceRecord], int]:
+    """Run the jobs, write a record of each gate that holds as a whole, and count those that do not."""
+    from isoexec.kernels.gates.found import environment
+    from isoexec.kernels.gates.progress import Progress
+    from isoexec.kernels.gates.running import State, record_of, run_gates
+    from isoexec.kernels.gates.showing import counts, outcome_lines
+
+    state, found = State(args.work), environment(args.arch)
+    records: list[EvidenceRecord] = []
+    failed = 0
+    with Progress(len(jobs)) as progress:
+        for outcome in run_gates(jobs, state, fresh=args.fresh, said=progress.said):
+            verdict = "fails, no evidence is written" if outcome.failures else "holds"
+            kept = f", {outcome.kept} checks kept from an earlier run" if outcome.kept else ""
+            progress.line(
+                f"{outcome.gate.function}: {verdict}; {len(outcome.checks)} checks, "
+                f"{counts(outcome.elements)} elements, {outcome.seconds:.1f} s{kept}"
+            )
+            for line in outcome_lines(outcome):
+                progress.line(line)
+            failed += bool(outcome.failures)
+            if outcome.failures or args.family:
+                continue
+            record = record_of(outcome, full=not args.quick, valid_days=args.valid_days)
+            progress.line(f"  {store.write(record)}")
+            records.append(record)
+            state.drop(job.key(found) for job in jobs if job.gate is outcome.gate)
+    return records, failed
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -333,11 +340,10 @@ def _records(store: Store, which: str) -> list[EvidenceRecord]:
 
 def _verify(args: argparse.Namespace) -> int:
     from isoexec.contracts.schema import Contract, library
-    from isoexec.kernels.gates import ranks
     from isoexec.kernels.gates.found import contracts_for
     from isoexec.kernels.gates.running import single_thread
     from isoexec.kernels.gates.showing import counts
-    from isoexec.kernels.gates.verifying import judge, names, refused, rerun, sample
+    from isoexec.kernels.gates.verifying import judge, names, refused
 
     now = _moment(args.at) if args.at else time.time()
     store = _open(args)
@@ -373,15 +379,16 @@ def _verify(args: argparse.Namespace) -> int:
             for finding in found:
                 print(f"  {finding}")
         if args.rerun:
-            bad += _rerun(args, held, sample, rerun)
-        ranks.close()
+            bad += _rerun(args, held)
     print(
         f"{len(held)} records, {len(contracts)} contracts: {'all as they must be' if not bad else f'{bad} are not'}"
     )
     return 1 if bad else 0
 
 
-def _rerun(args: argparse.Namespace, held: list, sample: Callable, rerun: Callable) -> int:  # type: ignore[type-arg]
+def _rerun(args: argparse.Namespace, held: Sequence[Held]) -> int:
+    from isoexec.kernels.gates.verifying import rerun, sample
+
     seed = args.seed if args.seed is not None else time.time_ns() % 2**31
     chosen = sample(held, args.rerun, seed)
     print(f"running {len(chosen)} of the recorded checks again (--seed {seed})")
@@ -392,7 +399,8 @@ def _rerun(args: argparse.Namespace, held: list, sample: Callable, rerun: Callab
     for one, check in chosen:
         found = rerun(one, check)
         bad += len(found)
-        print(f"  {one.record.function} {check.family}: {'the same counts' if not found else 'FAILS'}")
+        what = f"{one.record.function if one.record else one.digest} {check.family}"
+        print(f"  {what}: {'the same counts' if not found else 'FAILS'}")
         for finding in found:
             print(f"    {finding.field}: wanted {finding.wanted}, found {finding.found}; {finding.fix}")
     return bad

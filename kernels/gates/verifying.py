@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from isoexec.contracts.discharge import Live, refusals
-from isoexec.contracts.errors import EvidenceError
+from isoexec.contracts.errors import EvidenceError, IsoExecError
 from isoexec.contracts.evidence import Check, EvidenceRecord, Store, moment, stamp
 from isoexec.contracts.schema import Contract
 from isoexec.contracts.signing import signers
 from isoexec.kernels import registry
-from isoexec.kernels.gates.checking import Gate, GateError, subject
+from isoexec.kernels.gates.checking import Gate, GateError
 from isoexec.kernels.gates.found import device_for, environment, gate_for
 from isoexec.kernels.gates.running import live_sources
 
@@ -94,30 +94,43 @@ def _of(record: EvidenceRecord, now: float) -> Iterator[tuple[str, str, str, str
         yield "expires", f"later than {stamp(now)}", record.expires, again
     if moment(record.made) > now + _DAY:
         yield "made", f"not after {stamp(now)}", record.made, "set the clock right"
-    function = registry.FUNCTIONS.get(record.function)
-    if function is None or record.arch not in function.arch:
-        if record.provider.kind == "kernel":
+    yield from _provider(record)
+
+
+def _provider(record: EvidenceRecord) -> Iterator[tuple[str, str, str, str]]:
+    from isoexec.kernels.providers.catalogue import provider_for
+    from isoexec.kernels.providers.certify import gate_digest
+
+    again = "run the gate again (isoexec gate run, isoexec provider certify)"
+    subject = record.provider
+    try:
+        provider = provider_for(subject.name, record.function, record.arch)
+    except IsoExecError as error:
+        yield "provider.name", "a provider of this release", f"{subject.name}: {error}", again
+        return
+    if provider.kind == "kernel":
+        source = registry.source_digest(record.function, record.arch)
+        if subject.source != source:
+            yield "provider.source", f"{source}, which is installed here", str(subject.source), again
+    try:
+        gate = gate_digest(provider)
+        if record.gate != gate:
+            yield "gate", f"{gate}, which is installed here", record.gate, again
+        device_for(record.arch)
+        here = provider.subject()
+    except GateError:
+        return  # of an arch that is not here: what it runs under is not looked at, and a note says so
+    except (IsoExecError, ImportError) as error:
+        yield "provider", "one that can be looked at", str(error), "install what it needs"
+        return
+    for name in ("kind", "version", "settings"):
+        if getattr(subject, name) != getattr(here, name):
             yield (
-                "function",
-                "a function computed by this release",
-                f"{record.function} on {record.arch}",
+                f"provider.{name}",
+                f"{getattr(here, name)}, which is here",
+                str(getattr(subject, name)),
                 again,
             )
-        return
-    ours = subject(record.function, record.arch)
-    if record.provider.kind != "kernel":
-        return
-    if record.provider.source != ours.source:
-        yield "provider.source", f"{ours.source}, which is installed here", str(record.provider.source), again
-    if record.provider.name != ours.name:
-        yield "provider.name", ours.name, record.provider.name, again
-    try:
-        gate = gate_for(record.function, record.arch).digest()
-    except (GateError, ImportError) as error:
-        yield "gate", "a gate of this release", str(error), "install what it needs"
-        return
-    if record.gate != gate:
-        yield "gate", f"{gate}, which is installed here", record.gate, again
 
 
 def _environment(record: EvidenceRecord) -> tuple[list[tuple[str, str, str]], str]:

@@ -108,8 +108,8 @@ def shards(
 
 
 def plain(rank: int, size: int, group: ProcessGroup | None) -> Tensor:
-    """Float64 sums of each rank's columns, added up over ranks."""
-    total = _plain([fill(4000, 63, salt=16).tensor_split(size, 1)[rank]])
+    """Float64 sums of each rank's columns of several tensors, added up over ranks."""
+    total = torch.stack([_plain([fill(1000, 63, salt=s).tensor_split(size, 1)[rank]]) for s in range(8)])
     dist.all_reduce(total, group=group)
     return total
 
@@ -134,8 +134,9 @@ def _partition(run: Run) -> None:
             run.equal(got, whole)
         run.control("replicas_counted_on_every_rank", run.ranks(2, shards, "TP", dtype, "replicas")[0], whole)
         run.control("an_axis_left_out", run.ranks(4, shards, "square", dtype, "axis_left_out")[0], whole)
-    sums = torch.stack([run.ranks(size, plain)[0] for size in (2, 4)])
-    run.control("plain_float64_sums", sums, _plain([fill(4000, 63, salt=16)]).expand(2))
+    for size in (2, 4):
+        right = torch.stack([_plain([fill(1000, 63, salt=s)]) for s in range(8)])
+        run.control("plain_float64_sums", run.ranks(size, plain)[0], right)
 
 
 @GATE.check("degenerate_shapes")
