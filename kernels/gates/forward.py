@@ -51,7 +51,7 @@ def every_batch(run: Run, call: Cut, whole: Tensor) -> None:
 def cases(run: Run, call: Cut, rows: int) -> Tensor:
     """`call(cut)` as every case calls it: prompts in chunks, tokens one by one and in small batches, all rows packed.
 
-    Decoding is also replayed from a CUDA graph, as an engine does. Returns the packed result.
+    Decoding is also replayed from a CUDA graph, as an engine does, once a batch size. Returns the packed result.
     """
     packed = call(slice(0, rows))
     run.covers(case=CASES)
@@ -62,7 +62,7 @@ def cases(run: Run, call: Cut, rows: int) -> Tensor:
         for at in range(0, rows - batch, max(batch, rows // run.pick(2, 16))):
             cut = slice(at, at + batch)
             run.equal(call(cut), packed[cut])
-            if run.device.type == "cuda":
+            if run.device.type == "cuda" and at == 0:
                 run.equal(_replayed(call, cut), packed[cut])
     return packed
 

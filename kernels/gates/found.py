@@ -101,8 +101,11 @@ def environment(arch: str) -> dict[str, str]:
     else:
         import triton
 
+        from isoexec.kernels.providers.versions import cublaslt_version
+
         found |= {
             "gpu": torch.cuda.get_device_name(),
+            "cublaslt": cublaslt_version().removeprefix("cublasLt "),
             "cuda": str(torch.version.cuda),
             "triton": triton.__version__,
         }

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import re
 from pathlib import Path
 
@@ -28,23 +30,26 @@ def triton_version() -> str:
     return f"triton {triton.__version__}"
 
 
-def loaded_library(name: str) -> Path:
-    """The file of a shared library that this process has mapped; raises `EvidenceError` where there is none."""
+def loaded_library(name: str) -> ctypes.CDLL:
+    """A shared library that this process has loaded; raises `EvidenceError` where there is none, or two of a name."""
     pattern = re.compile(rf"(/\S*/{re.escape(name)}\.so[.\d]*)$", re.MULTILINE)
     found = sorted(set(pattern.findall(_MAPS.read_text()))) if _MAPS.is_file() else []
-    if len(found) != 1:
-        raise EvidenceError(
-            field="provider.version",
-            wanted=f"one {name} loaded in this process",
-            found=", ".join(found) or "none",
-            fix="use the library once before its version is asked for, and load it from one place only",
-        )
-    return Path(found[0])
+    if len(found) == 1:
+        return ctypes.CDLL(found[0])
+    for major in (13, 12) if not found else ():  # a system whose map names no files
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(f"{name}.so.{major}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    raise EvidenceError(
+        field="provider.version",
+        wanted=f"one {name} loaded in this process",
+        found=", ".join(found) or "none",
+        fix="run where torch has a CUDA build, and load the library from one place only",
+    )
 
 
 def cublaslt_version() -> str:
     """`cublasLt 13.0.2`, as the library that is loaded says; torch loads it with its CUDA build."""
-    library = ctypes.CDLL(str(loaded_library("libcublasLt")))
+    library = loaded_library("libcublasLt")
     library.cublasLtGetVersion.restype = ctypes.c_size_t
     number = int(library.cublasLtGetVersion())
     return f"cublasLt {number // 10000}.{number // 100 % 100}.{number % 100}"

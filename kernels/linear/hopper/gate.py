@@ -82,9 +82,11 @@ ROWS = (
 )
 MOST = 8192
 SOME = 777
+PLANTED = (64, 512, 4096)  # M, N, K where another chain shows
 TOO_FAR = (
     4e-3  # relative error of a bf16 result against float64; one rounding to bf16 makes 1.7e-3 on average
 )
+TILED = (4096, 4096)  # the weight that every tile in use computes
 QUICK_WEIGHTS = ((1024, 3072), (4096, 4096))
 
 
@@ -135,7 +137,8 @@ def _rows(run: Run, x: Tensor, w: Tensor) -> Callable[[slice], Tensor]:
 
 def chain_controls(run: Run) -> None:
     """Products that are not the chain: K in two halves, K from its other end, and the library as it is shipped."""
-    x, w = many(run, 64, 4096, salt=3), many(run, 512, 4096, salt=4, scale=1 / 37)
+    M, N, K = PLANTED
+    x, w = many(run, M, K, salt=3), many(run, N, K, salt=4, scale=(3 / K) ** 0.5)
     want = reference(x, w, torch.float32)
     halves = [reference(x[:, i::2].contiguous(), w[:, i::2].contiguous(), torch.float32) for i in (0, 1)]
     run.control("k_in_two_sums", halves[0] + halves[1], want)
@@ -162,7 +165,7 @@ def _conformance(run: Run) -> None:
             error = (want[:64, :2048].double() - exact).norm() / exact.norm()
             run.holds((error < TOO_FAR).view(1))  # equal bits of a wrong product prove nothing
             del x, w, want
-        x, w = operands(run, 64, 4096, 4096)
+        x, w = operands(run, PLANTED[0], *TILED)
         want = reference(x, w, dtype)
         for tile in sorted({t for steps in table.tiles().values() for _, t in steps if t}, key=str):
             out = torch.full_like(want, float("nan"))
@@ -196,7 +199,7 @@ def _partition(run: Run) -> None:
     with claimed():
         for N, K in weights(run):
             x, w = operands(run, SOME, N, K)
-            for M in run.over("rows", (1, 16, 64, SOME)):
+            for M in run.over("rows", [M for M in (1, 16, 64, SOME) if M <= SOME]):
                 whole = _op(run, x[:M], w)
                 tile = table.tile_for(N, K, M)
                 for shards in run.over("n_shards", (1, 2, 4, 8)):
@@ -210,7 +213,7 @@ def _partition(run: Run) -> None:
                             )
                             launch(x[:M], part, parts[-1], tile)
                     run.equal(torch.cat(parts, 1), whole)
-    x, w = operands(run, 64, 1024, 2048)
+    x, w = operands(run, *PLANTED)
     parts = [
         reference(a.contiguous(), b.contiguous(), torch.float32)
         for a, b in zip(x.chunk(2, 1), w.chunk(2, 1), strict=True)
@@ -237,10 +240,7 @@ def _degenerate(run: Run) -> None:
         for wrong_x, wrong_w in (
             (x.float(), w.float()),
             (x[:, : K // 2], w),
-            (
-                x[:, : K // 2].contiguous(),
-                w[:, : K // 2].contiguous()[: N // 2],
-            ),  # a weight no one has certified
+            (x, w[: N - 8]),  # a weight no one has certified
             (x, w.t().contiguous().t()),
         ):
             run.refuses(partial(_op, run, wrong_x, wrong_w))

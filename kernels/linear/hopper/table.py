@@ -51,6 +51,6 @@ def tile_for(N: int, K: int, M: int) -> Tile | None:
         raise DomainError(
             "sm90_linear",
             f"weight [{N}, {K}]",
-            f"the weights certified on this arch, {sorted(shapes())}; certify another with tests/bench/hopper_kernels.py",
+            f"the weights certified on this arch, {sorted(shapes())}; add another to tuning.py, tune it, and run the gate again",
         )
     return next((tile for limit, tile in tiles()[N, K] if limit >= M), None)

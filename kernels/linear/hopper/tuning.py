@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -10,6 +12,7 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 import torch
+import triton
 
 from isoexec.kernels.hopper.timing import capture, copies_for, replay_times
 from isoexec.kernels.linear.hopper import cublaslt
@@ -17,10 +20,30 @@ from isoexec.kernels.linear.hopper.kernel import Kind, Tile, launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
 
     from torch import Tensor
 
-__all__ = ["BUCKETS", "candidates", "tune"]
+__all__ = ["BUCKETS", "WEIGHTS", "candidates", "extend", "tune"]
+
+# name, N, K: Qwen3-0.6B, Qwen3-8B, Qwen3.5-35B-A3B with its gated attention and Gated DeltaNet
+WEIGHTS = (
+    ("0.6B qkv", 4096, 1024),
+    ("0.6B o", 1024, 2048),
+    ("0.6B gate_up", 6144, 1024),
+    ("0.6B down", 1024, 3072),
+    ("0.6B lm_head", 151936, 1024),
+    ("8B qkv", 6144, 4096),
+    ("8B o", 4096, 4096),
+    ("8B gate_up", 24576, 4096),
+    ("8B down", 4096, 12288),
+    ("8B lm_head", 151936, 4096),
+    ("35B qkv", 9216, 2048),
+    ("35B gdn_in", 12288, 2048),
+    ("35B out", 2048, 4096),
+    ("35B shared_down", 2048, 512),
+    ("35B lm_head", 248320, 2048),
+)
 
 BUCKETS = (1, 16, 32, 64, 128)  # rows for which a choice is measured
 _SHARED = 225_000  # bytes of shared memory a block may take
@@ -125,3 +148,20 @@ def tune(weights: Iterable[tuple[str, int, int]], say: Callable[..., None]) -> l
         entries.append({"name": name, "N": N, "K": K, "few_rows": steps})
         torch.cuda.empty_cache()
     return entries
+
+
+def extend(path: Path, say: Callable[..., None], *, every: bool = False) -> None:
+    """Add the weights that the table lacks, or measure `every` one anew. Needs `cublaslt.claim()` and a GPU."""
+    held = {} if every else {(e["N"], e["K"]): e for e in json.loads(path.read_text())["weights"]}
+    lacking = [one for one in WEIGHTS if one[1:] not in held]
+    held |= {(e["N"], e["K"]): e for e in tune(lacking, say)}
+    facts = {
+        "arch": "sm90",
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "triton": triton.__version__,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+    entries = [held[N, K] for _, N, K in WEIGHTS]
+    path.write_text(json.dumps({**facts, "weights": entries}, indent=1) + "\n")

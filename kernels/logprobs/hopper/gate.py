@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 GATE = Gate("logprobs.blocks/1", "sm90")
 ROWS = 8192
 SOME = 777
+PLANTED = 1024  # rows in which another sum shows
 VOCABULARIES = (151936, 248320)  # Qwen3, Qwen3.5
-WORST = 4e-6  # nats from float64: a few units in the last place of a logprob of 30
+WORST = 8e-6  # nats from float64: two units in the last place of the least logprob here, about -33
 
 Call = Callable[[slice], "Tensor"]
 
@@ -65,7 +66,7 @@ def _tiled(
 
 
 def _other_sums(run: Run) -> None:
-    rows, vocab, leaves = 1024, VOCABULARIES[0], _leaves(run)
+    rows, vocab, leaves = PLANTED, VOCABULARIES[0], _leaves(run)
     logits, target = many(run, rows, vocab, salt=3, dtype=torch.float32, scale=12.0), ids(rows, vocab, 4)
     target = target.to(run.device)
     want = token_logprobs(logits, target, vocab_leaves=leaves)
@@ -91,10 +92,9 @@ def _conformance(run: Run) -> None:
         )
         exact = torch.log_softmax(logits[few].double(), -1).gather(-1, target[few, None])[:, 0]
         run.holds((whole[few].double() - exact).abs() < WORST)
-        for per in (1, 2):
-            for warps in (2, 4, 8):
-                again = _tiled(run, logits, target, leaves=leaves, block=naive.BLOCK, rows=per, warps=warps)
-                run.equal(again, whole)
+        for per, warps in ((1, 8), (2, 4)):
+            again = _tiled(run, logits, target, leaves=leaves, block=naive.BLOCK, rows=per, warps=warps)
+            run.equal(again, whole)
     _other_sums(run)
 
 

@@ -24,6 +24,7 @@ GATE = Gate("rms_norm.pairs/1", "sm90")
 EPS = 1e-6
 ROWS = 8192
 SOME = 777
+PLANTED = (512, 4096)  # rows and width where another sum shows
 # hidden sizes and, by heads of the projection they lie in, head widths: Qwen3-0.6B, Qwen3.5-35B-A3B, Qwen3-8B
 SHAPES = (("hidden", 1, 1024), ("hidden", 1, 2048), ("hidden", 1, 4096), ("heads", 9, 128), ("heads", 5, 256))
 FREE = [(rows, warps) for rows in (1, 4, 8) for warps in (1, 2, 4, 8)]
@@ -65,8 +66,8 @@ def _added_spec(x: Tensor, r: Tensor, w: Tensor) -> Call:
 
 def _other_sums(run: Run) -> None:
     x, w = (
-        many(run, 512, 4096, salt=4, dtype=torch.float32, scale=3.0),
-        many(run, 4096, salt=5, dtype=torch.float32),
+        many(run, *PLANTED, salt=4, dtype=torch.float32, scale=3.0),
+        many(run, PLANTED[1], salt=5, dtype=torch.float32),
     )
     want = naive.rms_norm(x, w, EPS)
     fused = torch.full_like(x, float("nan"))
@@ -125,7 +126,7 @@ def _partition(run: Run) -> None:
 @GATE.check("degenerate_shapes")
 def _degenerate(run: Run) -> None:
     for dtype in run.over("dtype", DTYPES):
-        for width in run.over("width", (1, 2, 3, 40, 96, 127, 5000, WIDEST)):
+        for width in run.over("width", (1, 3, 96, WIDEST)):
             w = many(run, width, salt=1, dtype=dtype)
             for rows in run.over("rows", (0, 1, 5)):
                 x = many(run, rows, width, salt=2, dtype=dtype, scale=3.0)

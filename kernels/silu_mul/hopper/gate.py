@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 GATE = Gate("silu_mul.poly/1", "sm90")
 ROWS = 8192
 SOME = 777
+PLANTED = (256, 2048)  # rows and twice the width where another exp shows
 WIDTHS = (512, 3072, 12288)  # Qwen3.5-35B-A3B's experts, Qwen3-0.6B, Qwen3-8B
 
 Call = Callable[[slice], "Tensor"]
@@ -41,7 +42,7 @@ def _rows(gate: Tensor, up: Tensor) -> Call:
 
 
 def _other_exp(run: Run) -> None:
-    x = many(run, 256, 2048, salt=3, dtype=torch.float32, scale=8.0)
+    x = many(run, *PLANTED, salt=3, dtype=torch.float32, scale=8.0)
     gate, up = x.chunk(2, -1)
     out = torch.full(gate.shape, float("nan"), device=run.device)
     launch(gate, up, out, hardware_exp=True)

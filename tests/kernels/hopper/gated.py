@@ -33,6 +33,7 @@ library.define = _on_cpu_too
 from isoexec.kernels.linear.hopper import cublaslt, kernel, table  # noqa: E402
 
 TILE = kernel.Tile(kind="pointers", rows=16, columns=32, depth=64, warps=4, stages=2)
+BLOCK = 16
 WEIGHTS = ((32, 64), (64, 128))
 SMALL: dict[str, dict[str, Any]] = {
     "rms_norm": {
@@ -40,17 +41,19 @@ SMALL: dict[str, dict[str, Any]] = {
         "ROWS": 9,
         "SOME": 9,
         "FREE": [(1, 1), (4, 2)],
+        "PLANTED": (16, 256),
+        "WIDEST": 300,
     },
-    "silu_mul": {"WIDTHS": (40,), "ROWS": 9, "SOME": 9},
-    "rope": {"SHAPES": ((8, 16, 1e6),), "ROWS": 9, "SOME": 9},
-    "logprobs": {"VOCABULARIES": (320,), "ROWS": 9, "SOME": 9},
-    "linear": {"ROWS": (1, 2, 16, 17), "MOST": 20, "SOME": 9},
+    "silu_mul": {"WIDTHS": (40,), "PLANTED": (16, 512), "ROWS": 9, "SOME": 9},
+    "rope": {"SHAPES": ((8, 16, 1e6),), "PLANTED": 4, "ROWS": 9, "SOME": 9},
+    "logprobs": {"VOCABULARIES": (320,), "PLANTED": 64, "ROWS": 9, "SOME": 9},
+    "linear": {"ROWS": (1, 2, 16, 17), "MOST": 20, "SOME": 9, "PLANTED": (16, 32, 256), "TILED": (64, 128)},
 }
 CONSTANTS: dict[str, dict[str, Any]] = {
     "rms_norm": {"reduce": "pair_tree", "accumulate": "float32"},
     "silu_mul": {},
     "rope": {"table": "float64_to_float32", "length": 8192},
-    "logprobs": {"block": 16, "vocab_leaves": 8},
+    "logprobs": {"block": BLOCK, "vocab_leaves": 8},
     "linear": {"step": 16, "accumulate": "float32", "boundary": "model"},
 }
 
@@ -60,19 +63,28 @@ def main() -> None:
     np.seterr(all="ignore")  # infinities and NaN are among the inputs
     forward.QUICK = (1, 3, 9)
     table.tiles = lambda: dict.fromkeys(WEIGHTS, ((1, TILE), (8192, TILE)))
-    cublaslt.restore = lambda state: None
-    cublaslt.check = lambda: None
-    cublaslt.PROBES = ((16, 32, 64),)
+    state = [cublaslt.SHIPPED]
+    cublaslt.switches = lambda: state[0]
+    cublaslt.restore = lambda wanted: state.__setitem__(0, wanted)
+    cublaslt.PROBES = ((64, 64, 1024),)
     results = {}
     for op in sys.argv[1:] or SMALL:
         gate = import_module(f"isoexec.kernels.{op}.hopper.gate")
         for name, value in SMALL[op].items():
             assert hasattr(gate, name), (op, name)
             setattr(gate, name, value)
+            if name == "WIDEST":
+                import_module(f"isoexec.kernels.{op}.hopper.ops").WIDEST = value
+        if op == "logprobs":
+            ops = import_module("isoexec.kernels.logprobs.hopper.ops")
+            ops.BLOCK = gate.naive.BLOCK = BLOCK
+            gate.naive.token_logprobs.__kwdefaults__["block"] = BLOCK
         for family in gate.GATE.families:
             try:
                 check = gate.GATE.run(family, CONSTANTS[op], full=False)
-                results[f"{op} {family}"] = [*check.failures(), f"{check.elements}"]
+                # the interpreter fuses nothing, so that control is blind here
+                blind = [why for why in check.failures() if "fused_multiply_add" not in why]
+                results[f"{op} {family}"] = [*blind, f"{check.elements} elements"]
             except Exception:  # noqa: BLE001 - reported to the test that asked
                 results[f"{op} {family}"] = [traceback.format_exc(limit=6)]
     json.dump(results, sys.stdout)

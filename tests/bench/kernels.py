@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of the sm90 kernels on one GPU, next to the stock operators: `python tests/bench/kernels.py [--tune | --tune-all]`.
+
+Nothing is timed when a quick gate fails. Times are medians of CUDA-graph replays over rotating inputs (the L2 is cold), next to
+the stock operator in the same run. `--tune` first measures the tiles of the few-row chain for weights that
+`kernels/linear/hopper/table.json` lacks, `--tune-all` for all. Tables go to the terminal, `kernels-h200.json` and `.md` to $OUT
+or the working directory. Needs torch and triton on a Hopper GPU, and of this project only `isoexec.kernels` and
+`isoexec.contracts`.
+"""
+
+# ruff: noqa: E402 - where the package is not installed, its links are put on the path first
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+ROOT = Path(__file__).resolve().parents[2]
+if find_spec("isoexec") is None:
+    sys.path.insert(0, str(ROOT / ".src"))
+
+
+from isoexec.kernels.gates.found import contracts_for
+from isoexec.kernels.gates.running import State, jobs_of, run_gates
+from isoexec.kernels.hopper.timing import capture, copies_for, graph_time, replay_times
+from isoexec.kernels.linear.hopper import cublaslt, tuning
+from isoexec.kernels.linear.hopper import table as linear_table
+from isoexec.kernels.linear.hopper.ops import linear
+from isoexec.kernels.logprobs.hopper.ops import token_logprobs
+from isoexec.kernels.registry import FUNCTIONS, source_digest
+from isoexec.kernels.rms_norm.hopper.ops import add_rms_norm, rms_norm
+from isoexec.kernels.rope.hopper.ops import rope, table_digest, tables
+from isoexec.kernels.silu_mul.hopper.ops import silu_mul
+
+TIMED = ("linear.mma_chain/1", "logprobs.blocks/1", "rms_norm.pairs/1", "rope.neox_fp32/1", "silu_mul.poly/1")
+LINEAR_TIMES = (1, 16, 64, 128, 1024, 8192)
+ROW_TIMES = (1, 16, 64, 256, 1024, 8192)
+VOCAB, LEAVES, EPS, BASE, HEAD_DIM = 151936, 8, 1e-6, 1e6, 128
+MODELS = (("0.6B", 1024, 3072, 16), ("8B", 4096, 12288, 32))  # hidden, feed-forward, query heads
+BF16, FP32 = torch.bfloat16, torch.float32
+Call = Callable[[int], Any]
+
+TIMES: list[dict[str, Any]] = []
+START = time.monotonic()
+
+
+def say(*words: object) -> None:
+    print(f"[{time.monotonic() - START:5.0f} s]", *words, flush=True)
+
+
+def rand(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda").normal_(std=scale)
+
+
+def failing() -> list[str]:
+    """What the quick gates of the functions timed here find; nothing is timed where they find anything."""
+    jobs = jobs_of(TIMED, "sm90", contracts_for("sm90"), full=False)
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = run_gates(jobs, State(Path(folder)), fresh=True, said=lambda *_: None)
+        return [f"{one.gate.function} {why}" for one in outcomes for why in one.failures]
+
+
+# Times
+
+
+def compared(native: Call, ours: Call, copies: int) -> dict[str, float]:
+    """Times in turns: native twice (its second graph shows the noise), with cuBLAS as torch ships it, and ours."""
+    before = cublaslt.switches()
+    cublaslt.restore(cublaslt.SHIPPED)
+    try:
+        graphs = [capture(native, copies), capture(native, copies)]
+    finally:
+        cublaslt.restore(before)
+    first, again, own = replay_times([*graphs, capture(ours, copies)], copies)
+    return {"native": first, "again": again, "ours": own}
+
+
+def time_linear() -> None:
+    for name, N, K in tuning.WEIGHTS:
+        copies = copies_for(2 * N * K)
+        ws = [rand(N, K, scale=K**-0.5) for _ in range(copies)]
+        for M in LINEAR_TIMES:
+            x = rand(M, K)
+            n = min(copies, 4) if M >= 8192 else copies
+
+            def stock(i: int, *, x: Tensor = x, ws: list[Tensor] = ws, up: bool = False) -> Tensor:
+                y = F.linear(x, ws[i])
+                return y.float() if up else y
+
+            def own(i: int, *, x: Tensor = x, ws: list[Tensor] = ws, up: bool = False) -> Tensor:
+                return linear(x, ws[i], fp32_out=up)
+
+            tile = linear_table.tile_for(N, K, M)
+            for up in (False, True) if "lm_head" in name else (False,):
+                row: dict[str, Any] = {
+                    "op": "linear, fp32 out" if up else "linear",
+                    "shape": f"{name} {N}x{K}",
+                }
+                row |= {"rows": M, **compared(partial(stock, up=up), partial(own, up=up), n)}
+                row["provider"] = "cublaslt" if tile is None else f"few_rows {tile.kind}"
+                row["tflops"] = 2 * M * N * K / row["ours"] / 1e6
+                row["tb_per_s"] = (2 * (N * K + M * K) + M * N * (4 if up else 2)) / row["ours"] / 1e6
+                TIMES.append(row)
+        del ws
+        torch.cuda.empty_cache()
+    show("linear")
+
+
+def inductor(function: Callable[..., Any], inputs: list[tuple[Any, ...]]) -> float | None:
+    """The native op compiled for this shape, or None with the reason printed."""
+    torch._dynamo.reset()
+    try:
+        fast = torch.compile(function, dynamic=False)
+        return graph_time(lambda i: fast(*inputs[i]), len(inputs))
+    except Exception as error:  # noqa: BLE001 - a comparison only; its absence is shown in the table
+        say("no compiled time:", repr(error)[:200])
+        return None
+
+
+Make = Callable[[], tuple[Any, ...]]
+
+
+def time_row(
+    op: str, shape: str, M: int, nbytes: int, make: Make, native: Callable[..., Any], ours: Callable[..., Any]
+) -> None:
+    copies = copies_for(nbytes)
+    inputs = [make() for _ in range(copies)]
+    row: dict[str, Any] = {"op": op, "shape": shape, "rows": M}
+    row |= compared(lambda i: native(*inputs[i]), lambda i: ours(*inputs[i]), copies)
+    row["tb_per_s"] = nbytes / row["ours"] / 1e6
+    if M in (64, 8192):
+        row["compiled"] = inductor(native, inputs)
+    TIMES.append(row)
+
+
+def native_norm(x: Tensor, w: Tensor) -> Tensor:
+    return F.rms_norm(x, w.shape, w, EPS)
+
+
+def own_norm(x: Tensor, w: Tensor) -> Tensor:
+    return rms_norm(x, w, EPS)
+
+
+def native_add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    h = x + r
+    return F.rms_norm(h, w.shape, w, EPS), h
+
+
+def native_rope(x: Tensor, p: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    c, s = cos[p].unsqueeze(1), sin[p].unsqueeze(1)
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * c - b * s, b * c + a * s), -1).to(x.dtype)
+
+
+def native_silu(x: Tensor) -> Tensor:
+    g, u = x.chunk(2, -1)
+    return F.silu(g) * u
+
+
+def native_logprobs(z: Tensor, t: Tensor) -> Tensor:
+    return torch.log_softmax(z, -1, dtype=FP32).gather(-1, t.unsqueeze(-1)).squeeze(-1)
+
+
+def own_add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return add_rms_norm(x, r, w, EPS)
+
+
+def own_silu(x: Tensor) -> Tensor:
+    return silu_mul(*x.chunk(2, -1))
+
+
+def own_logprobs(z: Tensor, t: Tensor) -> Tensor:
+    return token_logprobs(z, t, vocab_leaves=LEAVES)
+
+
+def time_rows() -> None:
+    cos, sin = tables(HEAD_DIM, BASE, torch.device("cuda", 0))
+    for model, hidden, ffn, heads in MODELS:
+        w, wh = rand(hidden), rand(HEAD_DIM)
+        for M in ROW_TIMES:
+
+            def hid(n: int, M: int = M, hidden: int = hidden, w: Tensor = w) -> tuple[Any, ...]:
+                return (*(rand(M, hidden) for _ in range(n)), w)
+
+            def head(*rest: Any, M: int = M, heads: int = heads) -> tuple[Any, ...]:
+                return (rand(M, heads, HEAD_DIM), *rest)
+
+            def up(M: int = M, ffn: int = ffn) -> tuple[Any, ...]:
+                return (rand(M, 2 * ffn),)
+
+            wide, heads_of = f"{model} {hidden}", f"{model} {heads}x{HEAD_DIM}"
+            turn = (torch.arange(M, device="cuda"), cos, sin)
+            time_row("rms_norm", wide, M, 4 * M * hidden, partial(hid, 1), native_norm, own_norm)
+            time_row("add_rms_norm", wide, M, 8 * M * hidden, partial(hid, 2), native_add_norm, own_add_norm)
+            nbytes = 4 * M * heads * HEAD_DIM
+            time_row("q norm", heads_of, M, nbytes, partial(head, wh), native_norm, own_norm)
+            time_row("rope", heads_of, M, nbytes, partial(head, *turn), native_rope, rope)
+            time_row("silu_mul", f"{model} {ffn}", M, 6 * M * ffn, up, native_silu, own_silu)
+    for dtype in (BF16, FP32):
+        for M in ROW_TIMES:
+
+            def logits(M: int = M, dtype: torch.dtype = dtype) -> tuple[Any, ...]:
+                return rand(M, VOCAB, dtype=dtype), torch.arange(M, device="cuda")
+
+            name = f"{VOCAB} {str(dtype)[6:]}"
+            time_row("logprobs", name, M, VOCAB * M * dtype.itemsize, logits, native_logprobs, own_logprobs)
+    show("rows")
+
+
+# Report
+
+
+def versions() -> dict[str, str]:
+    return {
+        "device": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "triton": triton.__version__,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
+def out_folder() -> Path:
+    return Path(os.environ.get("OUT", "."))
+
+
+def lines(kind: str) -> list[str]:
+    """Markdown of one kind of times in us; `ratio` is ours / native (above 1 is slower), `noise` native / native."""
+    rows = [r for r in TIMES if r["op"].startswith("linear") == (kind == "linear")]
+    extra = ["provider", "tflops"] if kind == "linear" else ["compiled"]
+    head = ["op", "shape", "rows", "native", "noise", "ours", "ratio", *extra, "tb_per_s"]
+    text = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for r in rows:
+        cells = {**r, "ratio": r["ours"] / r["native"], "noise": r["again"] / r["native"]}
+        shown = [cells.get(h) for h in head]
+        text.append(
+            "| "
+            + " | ".join(f"{c:.2f}" if isinstance(c, float) else "" if c is None else str(c) for c in shown)
+            + " |"
+        )
+    return text
+
+
+def show(kind: str) -> None:
+    print("\n".join(lines(kind)), flush=True)
+
+
+def write(seconds: float) -> None:
+    facts = {
+        **versions(),
+        "driver": subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout.strip(),
+        "sources": {n: source_digest(n, "sm90") for n, f in FUNCTIONS.items() if "sm90" in f.arch},
+        "rope_table": table_digest(HEAD_DIM, BASE, torch.device("cuda", 0)),
+        "seconds": round(seconds),
+    }
+    folder = out_folder()
+    (folder / "kernels-h200.json").write_text(json.dumps({**facts, "times": TIMES}, indent=1) + "\n")
+    text = [
+        *(f"- {k}: {v}" for k, v in facts.items()),
+        "",
+    ]
+    (folder / "kernels-h200.md").write_text("\n".join([*text, *lines("linear"), "", *lines("rows")]) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tune", action="store_true", help="first measure tiles of weights the table lacks")
+    parser.add_argument("--tune-all", action="store_true", help="first measure tiles of every weight")
+    parser.add_argument("--no-times", action="store_true", help="stop there")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        print("needs a GPU of compute capability 9.0", file=sys.stderr)
+        return 2
+    torch.manual_seed(0)
+    say(versions())
+    with torch.no_grad():
+        cublaslt.claim()
+        cublaslt.probe()
+        if arguments.tune or arguments.tune_all:
+            tuning.extend(linear_table.PATH, say, every=arguments.tune_all)
+            linear_table.tiles.cache_clear()
+            (out_folder() / "table.json").write_text(linear_table.PATH.read_text())
+        if arguments.no_times:
+            return 0
+        if found := failing():
+            print("nothing is timed, for gates fail:", *found, sep="\n  ", file=sys.stderr)
+            return 1
+        time_rows()
+        time_linear()
+    write(time.monotonic() - START)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
