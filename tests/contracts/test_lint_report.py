@@ -14,10 +14,11 @@ import jsonschema
 import pytest
 
 from isoexec.contracts.cli import run
-from isoexec.contracts.evidence import stamp
+from isoexec.contracts.evidence import Store, moment, shipped, stamp
 from isoexec.contracts.lint import all_rules
-from isoexec.contracts.lint_report import line_of
+from isoexec.contracts.lint_report import check, line_of
 from isoexec.contracts.loading import read
+from isoexec.contracts.schema import library
 
 HERE = Path(__file__).parent
 TABLE = runpy.run_path(str(HERE / "broken.py"))
@@ -324,3 +325,11 @@ def test_explain_prints_a_rule_all_rules_or_the_page(capsys: Capture) -> None:
     assert len(capsys.readouterr().out.splitlines()) == len(all_rules())
     assert run(["explain", "--format", "markdown"]) == 0
     assert capsys.readouterr().out.startswith("# Lint rules\n")
+
+
+@pytest.mark.parametrize("name", ["mimo-dense-cpu", "qwen3-dense-cpu"])
+def test_a_shipped_dense_contract_is_clean_with_the_shipped_records(name: str) -> None:
+    store = Store([shipped()])
+    now = max(moment(record.made) for record in store.records())
+    report = check(library(name), store=store, now=now)
+    assert (report.readable, report.findings) == (True, ())
