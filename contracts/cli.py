@@ -208,9 +208,14 @@ def _diff(args: argparse.Namespace) -> int:
     differences = diff(a, b)
     agree = a.identities.agrees_with(b.identities)
     if args.format == "json":
-        _json({"agree": agree, "differences": [one.to_dict() for one in differences]})
+        sides = {
+            "a": {"file": args.a, **a.identities.to_dict()},
+            "b": {"file": args.b, **b.identities.to_dict()},
+        }
+        _json({"agree": agree, **sides, "differences": [one.to_dict() for one in differences]})
     else:
-        print(render(differences))
+        print(f"a: {args.a} ({a.name})\nb: {args.b} ({b.name})\n{render(differences)}")
+        print("two runs with them " + ("may meet" if agree else "may not meet"))
     return 0 if agree else 1
 
 

@@ -35,6 +35,7 @@ _NAMED_BY: dict[str, tuple[str, ...]] = {
     "tolerances": ("cases", "metric"),
     "versions": ("name",),
 }
+_SHOWN = 240  # characters of a value in a line; `to_dict` has all
 _MEANING = {
     "semantic": "semantic: another model",
     "numerical_policy": "numerical_policy: bits or claims may differ",
@@ -209,6 +210,5 @@ def _scalars(value: object) -> TypeGuard[list[str | int]]:
 
 
 def _words(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    return encode(value).decode()
+    text = value if isinstance(value, str) else encode(value).decode()
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"

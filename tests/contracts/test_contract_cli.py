@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -97,11 +98,31 @@ def test_diff_fails_when_two_runs_may_not_meet(tmp_path: Path, capsys: Capture) 
     other = tmp_path / "other.yaml"
     other.write_text(GOLDEN.read_text().replace("transport: unix", "transport: tcp"))
     assert main(["contract", "diff", str(GOLDEN), str(other)]) == 0
-    assert "deployment.transport: a has unix, b has tcp" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert shown.splitlines() == [
+        f"a: {GOLDEN} (vector)",
+        f"b: {other} (vector)",
+        "deployment: proven not to change bits (1 field differs)",
+        "  deployment.transport: a has unix, b has tcp",
+        "two runs with them may meet",
+    ]
     other.write_text(GOLDEN.read_text().replace("vocab_leaves: 8", "vocab_leaves: 16"))
     assert main(["contract", "diff", str(GOLDEN), str(other), "--format", "json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert found["differences"][0]["path"] == "composition[logprobs].constants.vocab_leaves"
+    assert found["differences"] == [
+        {
+            "path": "composition[logprobs].constants.vocab_leaves",
+            "a": 8,
+            "b": 16,
+            "identity": "numerical_policy",
+        }
+    ]
+    assert not found["agree"]
+    assert found["a"] == {"file": str(GOLDEN), **Contract.load(GOLDEN).identities.to_dict()}
+    assert found["a"]["semantic"] == found["b"]["semantic"]
+    assert found["a"]["numerical_policy"] != found["b"]["numerical_policy"]
+    assert main(["contract", "diff", str(GOLDEN), str(other)]) == 1
+    assert capsys.readouterr().out.endswith("two runs with them may not meet\n")
 
 
 def test_schema_prints(capsys: Capture) -> None:
@@ -176,11 +197,17 @@ def test_the_console_starts_fast_and_loads_no_torch() -> None:
     code = "import sys; from isoexec.contracts.main import main; main([]); print('torch' in sys.modules)"
     best = 9.0
     for _ in range(3):
-        start = time.perf_counter()
+        start, spent = time.perf_counter(), processor_seconds()
         done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
-        best = min(best, time.perf_counter() - start)
+        # beside other work the clock runs on: in time or in processor time
+        best = min(best, time.perf_counter() - start, processor_seconds() - spent)
     assert done.stdout.endswith("False\n"), done.stderr
-    assert best < 1.0  # 0.2 s on an idle core; the machine that runs this may be busy
+    assert best < 1.0  # 0.2 s on an idle core
+
+
+def processor_seconds() -> float:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return children.ru_utime + children.ru_stime
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:

@@ -11,8 +11,16 @@ from typing import Any
 
 import pytest
 
-from isoexec.contracts.diff import ABSENT, diff, diff_dicts, render
-from isoexec.contracts.errors import ContractError
+from isoexec.contracts.diff import (
+    ABSENT,
+    diff,
+    diff_dicts,
+    disagreements,
+    one_line,
+    render,
+    require_agreement,
+)
+from isoexec.contracts.errors import ContractError, HandshakeError
 from isoexec.contracts.schema import Contract
 
 BASE = Contract.load(Path(__file__).parent / "vectors" / "contract.yaml")
@@ -110,3 +118,52 @@ def test_there_is_a_difference_exactly_when_a_digest_differs() -> None:
     }.items():
         theirs = Contract.from_dict({**BASE.to_dict(), field: value})
         assert bool(diff(BASE, theirs)) == (theirs.identities.to_dict() != BASE.identities.to_dict())
+
+
+def test_a_long_value_is_cut_in_a_line_and_whole_in_json() -> None:
+    found = diff_dicts(
+        BASE.to_dict(), changed(lambda data: data["composition"].remove(region(data, "row_linear")))
+    )
+    (one,) = found
+    assert one.path == "composition[row_linear]"
+    assert one.b == ABSENT
+    assert "... (" in str(one)
+    assert len(str(one)) < 400
+    assert one.to_dict()["a"] == region(BASE.to_dict(), "row_linear")
+
+
+def test_what_keeps_two_processes_apart_leaves_deployment_out() -> None:
+    def edit(data: Data) -> None:
+        data["name"] = "another"
+        data["arch"] = "sm90"
+
+    assert [one.path for one in disagreements(BASE.to_dict(), changed(edit))] == ["arch"]
+    assert disagreements(None, None) == []
+    (one,) = disagreements(None, BASE.to_dict())
+    assert (one.path, one.a, one.b) == (
+        "contract",
+        ABSENT,
+        f"vector, numerical_policy {BASE.numerical_policy}",
+    )
+
+
+def test_an_agreement_is_required_in_the_words_of_the_sides() -> None:
+    require_agreement(BASE.to_dict(), BASE.to_dict(), names=("worker", "driver"))
+    other = changed(lambda data: region(data, "logprobs")["constants"].update(vocab_leaves=16))
+    with pytest.raises(HandshakeError) as caught:
+        require_agreement(other, BASE.to_dict(), names=("the worker", "the driver"))
+    assert str(caught.value).splitlines() == [
+        "the worker holds another contract than the driver: 1 field differs",
+        "  composition[logprobs].constants.vocab_leaves: the worker has 16, the driver has 8",
+    ]
+
+
+def test_one_line_names_so_many_fields_and_counts_the_others() -> None:
+    other = changed(
+        lambda data: region(data, "row_linear")["constants"].update({f"c{n}": n for n in range(12)})
+    )
+    line = one_line(diff_dicts(BASE.to_dict(), other), "worker", "driver", limit=3)
+    assert line.startswith(
+        "12 fields differ: composition[row_linear].constants.c0: worker has (absent), driver has 0; "
+    )
+    assert line.endswith("; and 9 more")
