@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from isoexec.kernels.gates.checking import bits
 from isoexec.kernels.gates.inputs import PERIOD, fill
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
     from isoexec.kernels.gates.checking import Run
 
-__all__ = ["CASES", "cases", "every_batch", "many", "reruns_at_full_size"]
+__all__ = ["CASES", "cases", "every_batch", "many", "reruns_at_full_size", "touched"]
 
 Cut = Callable[[slice], "Tensor"]
 
@@ -88,3 +89,10 @@ def reruns_at_full_size(run: Run, call: Callable[[], Tensor]) -> Tensor:
         run.equal(call(), first)
     run.covers(runs=runs + 1)
     return first
+
+
+def touched(x: Tensor, every: int = 7) -> Tensor:
+    """A copy with the last bit of every `every`-th element flipped."""
+    copy = x.detach().clone(memory_format=torch.contiguous_format)
+    bits(copy)[::every] ^= 1
+    return copy

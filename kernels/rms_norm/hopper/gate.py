@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from isoexec.kernels.gates import Gate, Run
-from isoexec.kernels.gates.forward import cases, every_batch, many, reruns_at_full_size
-from isoexec.kernels.gates.inputs import DTYPES, nudged, odd_values
+from isoexec.kernels.gates.forward import cases, every_batch, many, reruns_at_full_size, touched
+from isoexec.kernels.gates.inputs import DTYPES, odd_values
 from isoexec.kernels.rms_norm import naive as halving
 from isoexec.kernels.rms_norm.hopper import naive
 from isoexec.kernels.rms_norm.hopper.kernel import launch
@@ -151,4 +151,4 @@ def _degenerate(run: Run) -> None:
 def _rerun(run: Run) -> None:
     for call, _, _, _ in _over(run, ROWS):
         first = reruns_at_full_size(run, partial(call, slice(0, ROWS)))
-        run.control("the_last_bit_of_one_in_seven", nudged(first), first)
+        run.control("the_last_bit_of_one_in_seven", touched(first), first)
