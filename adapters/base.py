@@ -195,9 +195,9 @@ class Report:
         if self.problem is not None and any(r.enforcement.refuses for r in self.regions):
             raise InstallError(
                 region=self.role,
-                wanted="the layout that was planned for",
+                wanted="the process, in the layout and state that the plan was installed in",
                 found=self.problem,
-                fix="start again with the layout wanted, and plan for it",
+                fix="start again, and plan for what is wanted",
             )
         for r in self.regions:
             if r.enforcement.refuses and not r.ok:

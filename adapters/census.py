@@ -477,7 +477,10 @@ class Recorder:
     # -- where -----------------------------------------------------------------------------------------------------------
 
     def _enter(self, module: Any, _args: Any) -> None:
-        self._running.append(self._names.get(id(module)) or type(module).__qualname__)  # a root by its class
+        # a root has no path, and a module made on the way has no name
+        kind = type(module).__qualname__
+        outer = f"{self._running[-1]}[{kind}]" if self._running else kind
+        self._running.append(self._names.get(id(module)) or outer)
 
     def _leave(self, _module: Any, args: Any, output: Any) -> None:
         path = self._running.pop() if self._running else ""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -31,9 +32,11 @@ from isoexec.adapters.megatron.layers import (
 from isoexec.adapters.megatron.logprobs import TokenLogprobs
 from isoexec.adapters.megatron.slots import Slot, facts_of, slots, topology_of, uncovered
 from isoexec.adapters.megatron.weights import unwrap
+from isoexec.adapters.snapshot import Snapshot, told
 from isoexec.contracts.errors import InstallError
 from isoexec.contracts.schema import Contract
 from isoexec.contracts.topology import check_topology
+from isoexec.probes.attest import environment
 
 __all__ = ["SUPPORTED", "MegatronAdapter"]
 
@@ -57,6 +60,7 @@ class MegatronAdapter:
         self._plan: Plan | None = None
         self._undo: list[Callable[[], None]] = []
         self._failed: dict[str, str] = {}
+        self._snapshot: Snapshot | None = None
         self.optimizer: Any = None
 
     @property
@@ -139,9 +143,18 @@ class MegatronAdapter:
         """Bind the contract's regions for this process; TopologyError and InstallError as ``make_plan`` says."""
         _check_version()
         config = self._config if self._model is None else self._model.config
-        return make_plan(
+        plan = make_plan(
             contract, self.role, self.topology(), str(config.params_dtype).removeprefix("torch.")
         )
+        refused = contract.claims.environment.refusals(environment())
+        if refused and any(b.enforcement.refuses for b in plan.bindings):
+            raise InstallError(
+                region="environment",
+                wanted="what the contract was proven on",
+                found="; ".join(refused),
+                fix="set it before the model is built",
+            )
+        return plan
 
     # -- install -------------------------------------------------------------------------------------------------------
 
@@ -175,6 +188,7 @@ class MegatronAdapter:
             else:
                 self._put(plan)
             model.isoexec_adapter = self
+            self._snapshot = verifying.remember(model, plan)
             for report in self.verify():
                 report.require()
         except BaseException:
@@ -260,7 +274,7 @@ class MegatronAdapter:
         """Undo everything install did, last first; a model built from a rewritten spec then refuses to run."""
         while self._undo:
             self._undo.pop()()
-        self._plan, self._failed, self.optimizer = None, {}, None
+        self._plan, self._failed, self._snapshot, self.optimizer = None, {}, None, None
         if self._model is not None and getattr(self._model, "isoexec_adapter", None) is self:
             self._model.isoexec_adapter = None
 
@@ -276,11 +290,22 @@ class MegatronAdapter:
         topology, moved = self._live_topology()
         if moved is None and topology != plan.topology:
             moved = f"the topology is {topology}, planned for {dict(plan.topology)}"
-        regions = [
-            verifying.region_report(self.model, binding, self.optimizer, self._failed.get(binding.region))
-            for binding in plan.bindings
-            if binding.region in REGIONS or self.optimizer is not None
-        ]
+        changes = self._snapshot.changes() if self._snapshot is not None else []
+        regions = []
+        for binding in plan.bindings:
+            if binding.region not in REGIONS and self.optimizer is None:
+                continue
+            report = verifying.region_report(
+                self.model, binding, self.optimizer, self._failed.get(binding.region)
+            )
+            mine = verifying.changes_of(self.model, binding.region, changes)
+            if binding.enforcement.installs and mine:
+                changes = [c for c in changes if c not in mine]
+                if report.problem is None:
+                    report = replace(report, problem=told(mine))
+            regions.append(report)
+        refused = plan.contract.claims.environment.refusals(environment())
+        problems = (moved, told(changes), "; ".join(refused) or None)
         return [
             Report(
                 role=self.role,
@@ -288,7 +313,7 @@ class MegatronAdapter:
                 world=dist.get_world_size(),
                 topology=topology,
                 regions=tuple(regions),
-                problem=moved,
+                problem="; ".join(filter(None, problems)) or None,
             )
         ]
 

@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from isoexec.adapters.census import Census, Recorder, load_allowed, main
+from isoexec.adapters.megatron import cpu
 from isoexec.adapters.megatron.logprobs import model_inputs, output_processor, score, sequence_multiple
 from isoexec.adapters.megatron.weights import unwrap
 from isoexec.contracts.schema import Contract
@@ -54,6 +55,12 @@ def census(model: Any, contract: Contract | None) -> Census:
         "trainer_score": lambda: _score(model, tokens),
     }
     wanted = contract.cases_of("trainer") if contract is not None else tuple(cases)
+    if cpu.installed() and any(
+        "attention" not in getattr(layer.self_attention.core_attention, "owns", ())
+        for layer in inner.decoder.layers
+    ):
+        # Megatron's own attention asks for "cuda" when it is recomputed, where the shims cannot answer
+        wanted = tuple(case for case in wanted if case != "trainer_recompute")
     recorders = []
     for case in wanted:
         recorder = Recorder(case, {"": inner})
@@ -152,7 +159,6 @@ def _take(folder: str, path: str | None, dtype: str) -> Census:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from torch._C._distributed_c10d import HashStore
 
-    from isoexec.adapters.megatron import cpu
     from isoexec.adapters.megatron.model import build
 
     if not torch.cuda.is_available():

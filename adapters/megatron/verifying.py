@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isoexec.adapters.base import Binding, RegionReport
+from isoexec.adapters.base import Binding, Plan, RegionReport
 from isoexec.adapters.megatron import clipping, layers
 from isoexec.adapters.megatron.attention import ContractCoreAttention
 from isoexec.adapters.megatron.layers import (
@@ -26,9 +26,12 @@ from isoexec.adapters.megatron.layers import (
 )
 from isoexec.adapters.megatron.logprobs import TokenLogprobs
 from isoexec.adapters.megatron.slots import slots
+from isoexec.adapters.snapshot import Change, Snapshot
 from isoexec.kernels import registry
+from isoexec.kernels.rope import naive as rope_naive
+from isoexec.kernels.rope import ops as rope_ops
 
-__all__ = ["bound_objects", "name_of", "region_report"]
+__all__ = ["bound_objects", "changes_of", "name_of", "region_report", "remember"]
 
 _METHODS = ("forward", "__call__", "compute", "compute_bias", "compute_rope")
 _OURS: dict[type, dict[str, Any]] = {
@@ -62,6 +65,36 @@ def bound_objects(model: Any, region: str) -> Iterator[tuple[str, Any, type]]:
             yield slot.path, slot.module, slot.wanted
     if region == "logprobs" and model.post_process:
         yield "token_logprobs", getattr(model, "token_logprobs", None), TokenLogprobs
+
+
+_SHARED = {"rope": "rope", "qkv_bias": "bias"}
+"""Regions that live in another one's module -> how the names of their settings begin there."""
+
+
+def remember(model: Any, plan: Plan) -> Snapshot:
+    """The model, its code and its process as they are now, with the rotary tables the specification gives."""
+    tables = {}
+    if plan.installs("rope"):
+        width, base = int(model.config.kv_channels), float(model.rotary_base)
+        tables["rope"] = (lambda: rope_ops._table(width, base), rope_naive.table(width, base))
+    return Snapshot({"": model}, plan.bindings, tables=tables)
+
+
+def changes_of(model: Any, region: str, changes: Sequence[Change]) -> list[Change]:
+    """Those of a snapshot's changes that are a region's: in its own modules, its binding or its table."""
+    paths = {path for path, _, _ in bound_objects(model, region)}
+    others = tuple(name for other, name in _SHARED.items() if other != region)
+
+    def owns(change: Change) -> bool:
+        if change.path not in paths:
+            return False
+        return (
+            change.name.startswith(_SHARED[region])
+            if region in _SHARED
+            else not change.name.startswith(others)
+        )
+
+    return [c for c in changes if c.path == region or owns(c)]
 
 
 def _problem(path: str, obj: Any, wanted: type, binding: Binding) -> str | None:

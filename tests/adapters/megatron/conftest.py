@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ class Layout:
 
 def _rank_main(rank: int, work: Callable[..., Any], layout: Layout, folder: str) -> None:
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # as the contract claims
     cpu.install()
     store = FileStore(f"{folder}/store", layout.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.ranks)

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -205,6 +207,83 @@ def census(llm: Any) -> dict[str, Any]:
     return VllmAdapter(llm).census().to_dict()
 
 
+def worker_of(llm: Any) -> Any:
+    """The worker of an engine whose worker is in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker
+
+
+@contextlib.contextmanager
+def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an object's own attribute another value for the length of a block."""
+    missing = object()
+    before = vars(owner).get(name, missing)
+    owner.__dict__[name] = value
+    yield
+    if before is missing:
+        del owner.__dict__[name]
+    else:
+        owner.__dict__[name] = before
+
+
+def around(method: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A method that changes what another returns, or the first of it."""
+
+    def changed(*args: Any, **options: Any) -> Any:
+        out = method(*args, **options)
+        return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)
+
+    return changed
+
+
+def planted(contract: str, first: str) -> dict[str, Any]:
+    """The census of one engine, again with each of several things planted in it, and at the end as it was."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    llm, _ = start(contract, first, "bfloat16")
+    layers = worker_of(llm).get_model().model.layers
+    norm, linear, head = (
+        layers[1].input_layernorm,
+        layers[1].mlp.gate_up_proj,
+        worker_of(llm).get_model().lm_head,
+    )
+    native = SimpleNamespace(apply=lambda layer, x, _bias: torch.nn.functional.linear(x, layer.weight))
+    last, act = layers[2].post_attention_layernorm, layers[0].mlp.act_fn
+    sampler = worker_of(llm).model_runner.sampler
+
+    def attend(x: Any) -> Any:
+        scaled_dot_product_attention(*[x.view(1, 1, *x.shape)] * 3)
+        return x
+
+    plants: dict[str, Any] = {
+        "a scaled output": attribute(
+            norm, "_forward_method", around(norm._forward_method, lambda x: x * 1.0000001)
+        ),
+        "an in-place sum": attribute(linear, "forward", around(linear.forward, lambda x: x.add_(1e-8))),
+        "a native norm": attribute(last, "_forward_method", MethodType(RMSNorm.forward_native, last)),
+        "a native activation": attribute(act, "_forward_method", SiluAndMul.forward_native),
+        "a native linear": attribute(linear, "quant_method", native),
+        "fused attention": attribute(
+            layers[0].self_attn.q_norm, "forward", around(layers[0].self_attn.q_norm.forward, attend)
+        ),
+        "a cast of the logits": attribute(
+            head.quant_method, "apply", around(head.quant_method.apply, lambda x: x.bfloat16().float())
+        ),
+        "arithmetic on logprobs": attribute(
+            sampler, "compute_logprobs", around(sampler.compute_logprobs, lambda x: x + 0.0)
+        ),
+    }
+    found: dict[str, Any] = {}
+    for name, plant in plants.items():
+        with plant:
+            found[name] = census(llm)
+    found["nothing"] = census(llm)
+    stop(llm)
+    return found
+
+
 def contract_ranks(contract: str, first: str, second: str, tp: int) -> dict[str, Any]:
     """Several ranks in processes of their own, both dtypes."""
     found: dict[str, Any] = {}
@@ -260,7 +339,7 @@ def lost_bias(llm: Any, rollout: Any, whole: Any) -> dict[str, Any]:
     method, bias = layer.quant_method, layer.bias
     found: dict[str, Any] = {}
     apply = method.apply
-    method.apply = lambda layer, x, bias=None: apply(layer, x)
+    method.apply = lambda layer, x, _bias=None: apply(layer, x)
     found["dropped_report"] = reports(rollout)[0]["problems"]
     found["dropped"] = bits(rollout.rescore(whole, step=0))
     del method.apply
