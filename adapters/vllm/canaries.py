@@ -107,6 +107,10 @@ class Canary:
         """The loan of a weight and bias; a layer of ours gets an empty pack beside it and keeps its own."""
         packed = getattr(layer, "isoexec_packed", None)
         beside: dict[str, Any] = {} if packed is None else {"isoexec_packed": type(packed)(packed.k_block)}
+        if packed is None and bias is not None and hasattr(layer, "cpu_linear"):
+            beside["cpu_linear"] = (
+                torch.nn.functional.linear
+            )  # the engine's own holds a packed copy of the weight
         if bias is not None or getattr(layer, "bias", None) is not None:
             beside["bias"] = bias
         return borrowed(layer, weight=w.clone(), **beside)

@@ -168,6 +168,11 @@ class BiasMethod(UnquantizedLinearMethod):
         _refuse_unowned_bias(layer, "qkv_bias", getattr(layer, "prefix", type(layer).__name__))
         super().create_weights(layer, *args, **extra)
 
+    def process_weights_after_loading(self, layer: Any) -> None:
+        bias, layer.bias = layer.bias, None  # the engine's packing would widen it to float32
+        super().process_weights_after_loading(layer)
+        layer.bias = bias
+
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return _with_bias(super().apply(layer, x, None), bias)
 

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
+    LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
@@ -85,6 +87,9 @@ def _of_layer(
     tail = tuple(param.shape[1:])
     zeros = tuple(0 for _ in tail)
     joined = isinstance(layer, QKVParallelLinear | MergedColumnParallelLinear)
+    if isinstance(layer, LinearBase) and param.dtype != layer.params_dtype:
+        loaded = param.to(layer.params_dtype)  # the native engine widens a bias when it packs the weight
+        param = loaded if torch.equal(loaded.to(param.dtype), param) else param
     names = _packed_names(model, path) if joined else [path]
     if param.numel() == 0 or (joined and len(names) < 2):
         for name in names or [path]:
