@@ -15,6 +15,7 @@ from typing import Any
 
 from isoexec.contracts.canonical import encode, normal
 from isoexec.contracts.digests import is_digest
+from isoexec.contracts.errors import ContractError
 from isoexec.contracts.loading import Place
 
 __all__ = [
@@ -61,6 +62,13 @@ def _wrong(place: Place, wanted: str, value: object) -> Exception:
     return place.error(f"expected {wanted}, found {found}{shown}", f"write {wanted}")
 
 
+def _text(value: str, place: Place) -> str:
+    try:
+        return str(normal(value))
+    except ContractError as error:
+        raise place.error(error.problem, "write whole characters") from error
+
+
 @dataclasses.dataclass(frozen=True)
 class Text(Kind):
     """Text of a pattern or from `choices`."""
@@ -76,7 +84,7 @@ class Text(Kind):
             return value
         if not isinstance(value, str) or not re.fullmatch(self.pattern, value):
             raise _wrong(place, self.what, value)
-        return str(normal(value))
+        return _text(value, place)
 
     def describe(self, defs: dict[str, object]) -> dict[str, object]:
         del defs
@@ -107,7 +115,7 @@ class Scalar(Kind):
 
     def read(self, value: object, place: Place) -> str | int | bool:
         if isinstance(value, str):
-            return str(normal(value))
+            return _text(value, place)
         if not isinstance(value, int) or not -(2**63) <= value < 2**63:
             raise _wrong(place, "an integer, text or a boolean", value)
         return value

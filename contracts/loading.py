@@ -38,6 +38,7 @@ _FLOAT = re.compile(
 _NUMBER_LIKE = re.compile(r"[-+]?0[xob]?[0-9a-fA-F_]+|\+[0-9]+|[0-9][0-9_]*_[0-9_]*")
 # where libyaml admits what PyYAML refuses or reads it otherwise: tabs, `?`, directives, line breaks YAML 1.2 gave up
 _PARSERS_DIFFER = re.compile("[\t?%\r\x85\u2028\u2029\ufeff]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _FAST: Any = getattr(yaml, "CSafeLoader", None)
 
 
@@ -270,13 +271,23 @@ class _Builder:
     def _scalar(self, event: yaml.ScalarEvent, keys: Keys) -> object:
         text: str = event.value
         if not text.isascii():
-            text = unicodedata.normalize("NFC", text)
+            text = unicodedata.normalize("NFC", self._paired(event, keys, text))
         if not event.implicit[0]:  # quoted or block: always text
             return text
         value, problem, fix = _plain(text)
         if problem:
             raise self._error(event, keys, problem, fix)
         return value
+
+    def _paired(self, event: yaml.ScalarEvent, keys: Keys, text: str) -> str:
+        # JSON escapes a character beyond U+FFFF as a pair of surrogates, which PyYAML leaves as two
+        if not _SURROGATE.search(text):
+            return text
+        try:
+            return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+        except UnicodeDecodeError as error:
+            problem = f"{text[:60]!r} is not valid Unicode"
+            raise self._error(event, keys, problem, "write whole characters") from error
 
 
 @lru_cache(maxsize=4096)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -165,6 +166,8 @@ def test_a_huge_file_is_refused_at_once_and_not_read(tmp_path: Path) -> None:
         ("%YAML 3.0\n---\na: 1\n", 1, "", "not YAML: found incompatible YAML document"),
         ("a: 1\n...\n---\nb: 2\n", 3, "", "more than one document"),
         ("a: !python/object/apply:os.system [echo]", 1, "a", "explicit YAML tag"),
+        ('a:\n  "b": "x\\ud800y"', 2, "a.b", "is not valid Unicode"),
+        ('{"\\udc00": 1}', 1, "", "is not valid Unicode"),
         ("a: " + "[" * 70 + "]" * 70, 1, "a" + "[0]" * 63, "nested deeper than 64"),
         (
             "a:\n" + "".join("  " * n + "- \n" for n in range(1, 70)),
@@ -173,7 +176,7 @@ def test_a_huge_file_is_refused_at_once_and_not_read(tmp_path: Path) -> None:
             "nested deeper than 64",
         ),
     ],
-    ids=range(17),
+    ids=range(19),
 )
 def test_what_is_refused_is_refused_by_line_field_and_fix(
     text: str, line: int, field: str, words: str
@@ -184,6 +187,18 @@ def test_what_is_refused_is_refused_by_line_field_and_fix(
     assert (error.path, error.line, error.field) == ("b.yaml", line, field)
     assert words in error.problem
     assert error.fix
+
+
+def test_a_character_escaped_in_two_halves_is_one_character() -> None:
+    assert parse(json.dumps({"a": "😀 é"})).value == parse("a: 😀 é").value == {"a": "😀 é"}
+
+
+def test_a_text_from_the_wire_that_is_not_unicode_is_refused_by_its_field() -> None:
+    data: dict[str, Any] = Contract.from_document(parse(TEXT)).to_dict()
+    data["deployment"]["transport"] = "\ud800"
+    with pytest.raises(ContractError) as caught:
+        Contract.from_dict(data)
+    assert (caught.value.field, caught.value.fix) == ("deployment.transport", "write whole characters")
 
 
 def test_a_contract_may_be_a_json_file(tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real trainer under a real daemon whose contract file is edited between two weight syncs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from isoexec.adapters.megatron.watch import Watch
+from isoexec.contracts.errors import HandshakeError
+from isoexec.contracts.halting import HaltMarker, StateDirectory
+from isoexec.contracts.schema import Contract
+from isoexec.probes.client import Client, ProbeSettings
+
+pytestmark = pytest.mark.megatron
+
+FIELD = "composition[attention].constants.kv_segment"
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Path]:
+    """A daemon's state directory, while it runs."""
+    state = tmp_path / "state"
+    state.mkdir()
+    code = "import sys; from isoexec.daemon.cli import run; sys.exit(run())"
+    with (tmp_path / "daemon.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", code, "--state-dir", str(state), "--http", "127.0.0.1:0"],
+            stdout=subprocess.PIPE, stderr=log, text=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            assert line.startswith("isoexec daemon: "), (tmp_path / "daemon.log").read_text()
+            yield state
+        finally:
+            process.terminate()
+            process.wait(15)
+            process.stdout.close()
+
+
+def test_a_contract_edited_between_two_syncs_stops_the_trainer_and_the_run_by_its_fields(
+    launch: Callable[..., Any],
+    make: Callable[..., Any],
+    contract: Contract,
+    one: Any,
+    daemon: Path,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "contract.yaml"
+    path.write_text(yaml.safe_dump(contract.to_dict()))
+
+    def train() -> dict[str, Any]:
+        model = make(one, torch.bfloat16, contract)
+        settings = ProbeSettings(
+            run="edited", state_dir=daemon, regime="bitwise", contract=contract, contract_path=path
+        )
+        client = Client(settings, "trainer")
+        client.connect(30)
+        watch = Watch(model, client)
+        watch.synced(1, step=1)
+        path.write_text(path.read_text().replace("kv_segment: 32", "kv_segment: 64"))
+        try:
+            watch.synced(2, step=2)
+            said = "went on"
+        except HandshakeError as error:
+            said = str(error)
+        client.flush(30)
+        client.close()
+        return {"said": said}
+
+    (found,) = launch(train)
+    assert "edited since holds another contract than this process's hello: 1 field differs" in found["said"]
+    assert f"{FIELD}: {path}, edited since has 64, this process's hello has 32" in found["said"]
+    deadline = time.monotonic() + 30
+    while (marker := HaltMarker.read(StateDirectory(daemon).run("edited").path)) is None:
+        assert time.monotonic() < deadline, "no halt within 30 s"
+        time.sleep(0.05)
+    assert marker.rule == "handshake"
+    first = marker.evidence["first"][0]
+    assert first["path"].startswith(f"{FIELD} (")
+    assert (first["engine"], first["trainer"]) == (64, 32)
