@@ -4,7 +4,7 @@
 `python tests/fuzz_contracts.py [--seconds N] [--seed N]`; not run by the suite. Half of the inputs are mutations of the values of
 a contract, written in any layout; the others are mutations of a file's bytes. Of each it is checked that
 
-- loading ends in a contract or a ContractError with a fix, within a time limit, in any file name's words;
+- loading ends in a contract or a ContractError with a fix, within a limit of processor time;
 - a contract survives its canonical dict, its canonical JSON as a file, and its values in another order: same digests;
 - its values and its canonical dict are valid by the JSON Schema (which admits more: it cannot say what fields mean together);
 - it is equal to itself by `diff`, and differs from the contract it came of exactly when a digest does, in the identity that does;
@@ -42,7 +42,7 @@ from isoexec.contracts.schema import Contract, json_schema, library
 from isoexec.contracts.specification import SPEC, examples
 
 VECTORS = Path(__file__).parent / "contracts" / "vectors"
-SECONDS_EACH = 20.0
+SECONDS_EACH = 10.0  # of processor time: the machine may be busy with other work
 DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 BASES = [VECTORS / "contract.yaml", VECTORS / "full.yaml", *sorted(library().glob("*.yaml"))]
 WORDS = [
@@ -62,7 +62,7 @@ PIECES = [
 
 
 class HangError(Exception):
-    """An input took longer than it may."""
+    """An input took more processor time than it may."""
 
 
 def addresses(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -224,11 +224,11 @@ class Fuzzer:
             number += 1
             data = self.one(rng)
             start = time.thread_time()
-            signal.setitimer(signal.ITIMER_REAL, SECONDS_EACH)
+            signal.setitimer(signal.ITIMER_PROF, SECONDS_EACH)
             try:
                 self.check(data, rng)
             except (Exception, HangError) as error:  # noqa: BLE001  whatever it is, it is the finding
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.setitimer(signal.ITIMER_PROF, 0)
                 path = keep / f"fuzz-{seed}-{number - 1}.yaml"
                 path.write_bytes(data)
                 print(
@@ -237,7 +237,7 @@ class Fuzzer:
                 faulthandler.dump_traceback()
                 return 1
             finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.setitimer(signal.ITIMER_PROF, 0)
             self.slowest = max(self.slowest, time.thread_time() - start)
             if number % 5000 == 0:
                 self.report(number, seconds - (end - time.monotonic()))
@@ -253,7 +253,7 @@ class Fuzzer:
 
 
 def _alarm(number: int, frame: FrameType | None) -> None:
-    raise HangError(f"over {SECONDS_EACH} s")
+    raise HangError(f"over {SECONDS_EACH} s of processor time")
 
 
 def main() -> int:
@@ -265,7 +265,7 @@ def main() -> int:
         "--keep", type=Path, default=Path(tempfile.gettempdir()), help="where a failing input goes"
     )
     args = parser.parse_args()
-    signal.signal(signal.SIGALRM, _alarm)
+    signal.signal(signal.SIGPROF, _alarm)
     fuzzer = Fuzzer()
     code = fuzzer.run(args.seconds, args.seed, args.keep)
     for words, count in fuzzer.refusals.most_common(25):
