@@ -569,3 +569,40 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+def edited(contract: str, first: str) -> dict[str, Any]:
+    """A contract file edited between two syncs, a worker that holds another contract, and the file gone."""
+    from isoexec.adapters.vllm.rollout import Rollout
+    from isoexec.contracts import wire
+    from isoexec.contracts.errors import IsoExecError
+    from isoexec.contracts.schema import Contract
+    from isoexec.probes.client import Client, ProbeSettings
+
+    path = Path("edited.yaml")
+    text = Path(contract).read_text()
+    path.write_text(text)
+    llm, native = start(str(path), first, "bfloat16")
+    client = Client(ProbeSettings.from_env(), "engine")  # what it would send stays in its queue
+    rollout = Rollout(llm, client)
+
+    def sync() -> dict[str, Any]:
+        try:
+            rollout.attest("sync", step=1)
+            said = "agreed"
+        except IsoExecError as error:
+            said = f"{type(error).__name__}: {error}"
+        sent = [one for one in client._queue if isinstance(one, wire.Attestation)][-1]
+        return {"said": said, "identities": sent.identities, "contract": sent.contract}
+
+    found: dict[str, Any] = {"stands": sync()}
+    assert "kv_segment: 32" in text
+    path.write_text(text.replace("kv_segment: 32", "kv_segment: 64"))
+    found["file"] = sync()
+    found["policy"] = Contract.load(path).numerical_policy
+    rollout.contract = Contract.load(path)
+    found["worker"] = sync()
+    rollout.contract = Contract.load(contract)
+    path.unlink()
+    found["gone"] = sync()
+    return found
+
+
