@@ -43,11 +43,14 @@ class ContractNow:
         return identities_of(self.found).to_dict()
 
     @property
+    def agrees(self) -> bool:
+        """Whether the contract in force is known, and is the one said at hello."""
+        return self.error is None and not disagreements(self.found, self.said)
+
+    @property
     def changed(self) -> Mapping[str, Any] | None:
         """The contract in force where model or policy are not those said at hello, to be sent along."""
-        if self.error is not None or not disagreements(self.found, self.said):
-            return None
-        return self.found
+        return None if self.agrees else self.found
 
     def require(self) -> None:
         """Raise ContractError where the file cannot be read, HandshakeError with every field that differs from hello's."""

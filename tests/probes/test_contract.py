@@ -106,4 +106,4 @@ def test_what_a_worker_installed_counts_more_than_the_file(job: ProbeSettings) -
 def test_a_process_that_only_monitors_has_no_contract_to_look_at(tmp_path: Path) -> None:
     now = contract_now(ProbeSettings(run="r", state_dir=tmp_path), None)
     now.require()
-    assert (now.identities, now.changed) == (None, None)
+    assert (now.identities, now.changed, now.agrees) == (None, None, True)
