@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 
 from isoexec.adapters.census import Census
+from isoexec.adapters.proof import require_evidence
 from isoexec.contracts.errors import InstallError
 from isoexec.contracts.routes import ROUTE_RULES, on_failure
 from isoexec.contracts.schema import Contract
@@ -264,9 +265,9 @@ def make_plan(
 
     ``topology`` is the degree of every axis; None where the process has no groups yet, and whoever calls judges the
     degrees (``check_topology``) once it has.  Raises TopologyError for a degree the contract does not admit, and
-    InstallError when a region's kernel is of another source than the admitted provider (an edited or older kernel has
-    no evidence), a region is one that adapters do not know (it would run as the runtime likes), or the model dtype is
-    not admitted.
+    InstallError when a region is one that adapters do not know (it would run as the runtime likes), when its kernel is of
+    another source than the admitted provider, when its evidence is missing, edited, expired or of something else than
+    this process, or when the model dtype is not admitted.
     """
     if topology is not None:
         check_topology(contract, role, topology)
@@ -321,6 +322,7 @@ def make_plan(
                 enforcement=mode,
             )
         )
+    require_evidence(contract, [b for b in bindings if b.enforcement.installs])
     return Plan(role=role, contract=contract, topology=dict(topology or {}), bindings=tuple(bindings))
 
 

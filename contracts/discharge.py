@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from isoexec.contracts.canonical import encode
 from isoexec.contracts.digests import ZERO
 from isoexec.contracts.errors import EvidenceError
-from isoexec.contracts.evidence import Check, EvidenceRecord, Store, moment
+from isoexec.contracts.evidence import Check, EvidenceRecord, Store, Subject, moment
 from isoexec.contracts.operators import axes_of, dtypes_of, keeps_state
 from isoexec.contracts.parts import Binding, Discharge, Provider, Value
 from isoexec.contracts.schema import Contract
@@ -119,12 +119,12 @@ class _Judge:
             regions = tuple(sorted({b.region for b in bindings}))
             path = f"providers[{provider.function}|{provider.name}]"
             at = _At(path, regions)
-            record, found = self._record(provider.discharge, at, "IX009")
+            record, found = self._record(provider.discharge, at, "IX009", (provider,))
             yield from found
             if record is None:
                 continue
             yield from self._identity(record, provider, at)
-            yield from self._validity(record, provider.discharge, at)
+            yield from self._validity(record, at)
             for binding in _distinct(bindings):
                 yield from self._check(record, "conformance", binding, at)
 
@@ -159,20 +159,23 @@ class _Judge:
     def bindings(self) -> Iterator[Refusal]:
         for binding in self.contract.composition:
             at = _At(f"composition[{binding.region}]", (binding.region,))
-            record, found = self._record(binding.discharge, at, "IX011")
+            admitted = tuple(p for p in self.contract.providers if p.function == binding.function)
+            record, found = self._record(binding.discharge, at, "IX011", admitted)
             yield from found
             if record is None:
                 continue
-            admitted = [p for p in self.contract.providers if p.function == binding.function]
             ours = [provider for provider in admitted if _same(record, provider)]
             if record.function != binding.function or not ours:
-                names = ", ".join(sorted(p.name for p in admitted)) or "no provider"
+                names = " or ".join(sorted(_named(p) for p in admitted)) or "no provider"
                 yield at.refuse(
-                    "IX041", "provider", f"{binding.function} by {names}, as admitted",
-                    f"{record.function} by {record.provider.name}", "name the record of an admitted provider",
-                )  # fmt: skip
+                    "IX041",
+                    "provider",
+                    f"{binding.function} by {names}",
+                    f"{record.function} by {_named(record.provider)}",
+                    "name the record of an admitted provider, or run its gate",
+                )
                 continue
-            yield from self._validity(record, binding.discharge, at)
+            yield from self._validity(record, at)
             for family in families_for(self.contract, binding):
                 yield from self._check(record, family, binding, at)
 
@@ -225,7 +228,7 @@ class _Judge:
     # -- what holds of any record --------------------------------------------------------------------------------------
 
     def _record(
-        self, discharge: Discharge, at: _At, none: str
+        self, discharge: Discharge, at: _At, none: str, providers: Iterable[Provider]
     ) -> tuple[EvidenceRecord | None, list[Refusal]]:
         digest = discharge.evidence
         if discharge.kind != "evidence" or digest is None or digest == ZERO:
@@ -237,11 +240,43 @@ class _Judge:
             except EvidenceError as error:
                 self._read[digest] = error
         held = self._read[digest]
+        if isinstance(held, EvidenceError) or self._other_builds(held):
+            local = self._made_here(providers)
+            if local is not None:
+                return local, []
         if isinstance(held, EvidenceError):
             return None, [at.refuse("IX040", f"discharge.{held.field}", held.wanted, held.found, held.fix)]
         return held, []
 
-    def _validity(self, record: EvidenceRecord, discharge: Discharge, at: _At) -> Iterator[Refusal]:
+    def _made_here(self, providers: Iterable[Provider]) -> EvidenceRecord | None:
+        """Return a record of this process's build in the place of the one named, where the contract lets machines certify."""
+        if self.live is None or self.contract.claims.evidence.certify != "install":
+            return None
+        for provider in providers:
+            found = self.store.find(
+                function=provider.function, provider=provider.name, arch=self.contract.arch
+            )
+            for record in found:
+                if (
+                    _same(record, provider)
+                    and not self._other_builds(record)
+                    and moment(record.expires) > self.now
+                ):
+                    return record
+        return None
+
+    def _other_builds(self, record: EvidenceRecord) -> list[str]:
+        """Return the components that run here in another version than the record's, of those the contract claims."""
+        if self.live is None:
+            return []
+        names = [claim.name for claim in self.contract.claims.environment.versions]
+        return [
+            name
+            for name in names
+            if name in record.environment and record.environment[name] != self.live.environment.get(name)
+        ]
+
+    def _validity(self, record: EvidenceRecord, at: _At) -> Iterator[Refusal]:
         again = "run the gate again (isoexec gate run)"
         if record.arch != self.contract.arch:
             yield at.refuse("IX042", "arch", self.contract.arch, record.arch, "run the gate on this arch")
@@ -264,7 +299,7 @@ class _Judge:
             )
         yield from self._environment(record, at)
         if policy.signers:
-            yield from self._signed(discharge.evidence or "", policy.signers, at)
+            yield from self._signed(record.digest, policy.signers, at)
 
     def _environment(self, record: EvidenceRecord, at: _At) -> Iterator[Refusal]:
         for claim in self.contract.claims.environment.versions:
@@ -279,13 +314,15 @@ class _Judge:
                     held,
                     "run the gate under it",
                 )
-            if self.live is not None:
-                found = self.live.environment.get(claim.name)
-                if found != held:
-                    yield at.refuse(
-                        "IX050", f"environment.{claim.name}", f"{found or 'unknown'}, which runs here", held,
-                        "run the gate here, or install what the evidence is of",
-                    )  # fmt: skip
+            if self.live is not None and claim.name in self._other_builds(record):
+                here = self.live.environment.get(claim.name, "unknown")
+                yield at.refuse(
+                    "IX050",
+                    f"environment.{claim.name}",
+                    f"{here}, which runs here",
+                    held,
+                    "run the gate here, or install what the evidence is of",
+                )
 
     def _signed(self, digest: str, wanted: Iterable[str], at: _At) -> Iterator[Refusal]:
         words = "a signature of " + " or ".join(f"{key[:16]}..." for key in wanted)
@@ -327,6 +364,10 @@ def _distinct(bindings: Iterable[Binding]) -> Iterator[Binding]:
         if name not in seen:
             seen.add(name)
             yield binding
+
+
+def _named(provider: Provider | Subject) -> str:
+    return f"{provider.name} ({provider.source or provider.version})"
 
 
 def _same(record: EvidenceRecord, provider: Provider) -> bool:

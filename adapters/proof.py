@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses what is not proven here and now: each binding's evidence is judged against this process before anything is installed.
+
+Where the contract says ``claims.evidence.certify: install``, evidence that is missing for this build alone (another torch,
+another library) is made first, by the quick gates of this machine, in processes of their own; the user's store keeps it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import structlog
+import yaml
+
+from isoexec.contracts.discharge import Live, Refusal, refusals
+from isoexec.contracts.errors import InstallError
+from isoexec.contracts.evidence import Store, default_store
+from isoexec.contracts.schema import Contract
+from isoexec.kernels import registry
+from isoexec.probes.attest import environment
+
+if TYPE_CHECKING:
+    from isoexec.adapters.base import Binding
+
+__all__ = ["live", "require_evidence"]
+
+_CERTIFIABLE = frozenset({"IX040", "IX050"})
+"""What a run on this machine mends: no record, or one of another build; anything else is a record's own fault."""
+_LIMIT = 600.0  # seconds for the quick gate of one function
+
+
+def live(functions: Iterable[str]) -> Live:
+    """The process as evidence is judged against it: arch, sources of the kernels installed here, environment."""
+    found = {name: str(value) for name, value in environment().items()}
+    return Live(
+        arch=found["arch"],
+        sources={function: registry.source_digest(function) for function in functions},
+        environment=found,
+    )
+
+
+def require_evidence(contract: Contract, bindings: Sequence[Binding]) -> None:
+    """Return where every binding is proven; InstallError names the first field of its evidence that does not hold.
+
+    Records are read anew at each call, from ISOEXEC_EVIDENCE and those that come with the package.
+    """
+    if not bindings:
+        return
+    here = live(sorted({b.function for b in bindings}))
+    store = default_store()
+    found = _errors(contract, bindings, store, here)
+    if found and contract.claims.evidence.certify == "install":
+        with _alone(store):  # whoever waited finds the records of the one before
+            lacking = [one for one in _errors(contract, bindings, store, here) if one.rule in _CERTIFIABLE]
+            regions = {region for one in lacking for region in one.regions}
+            _certify(
+                contract, sorted({b.function for b in bindings if b.region in regions}), store, here.arch
+            )
+        found = _errors(contract, bindings, store, here)
+    if found:
+        first = found[0]
+        raise InstallError(
+            region=next(b.region for b in bindings if b.region in first.regions),
+            wanted=f"{first.path}: {first.name}: {first.wanted}",
+            found=first.found,
+            fix=first.fix,
+        )
+
+
+def _errors(contract: Contract, bindings: Sequence[Binding], store: Store, here: Live) -> list[Refusal]:
+    regions = {b.region for b in bindings}
+    found = refusals(contract, store, now=time.time(), live=here)
+    return [one for one in found if one.severity == "error" and regions & set(one.regions)]
+
+
+@contextmanager
+def _alone(store: Store) -> Iterator[None]:
+    """Hold the user's store against the other processes of this machine."""
+    store.paths[0].mkdir(parents=True, exist_ok=True)
+    with (store.paths[0] / ".certify.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _certify(contract: Contract, functions: Sequence[str], store: Store, arch: str) -> None:
+    """Run the quick gates of the functions' own kernels, and certify the libraries the contract admits for them."""
+    if not functions:
+        return
+    structlog.get_logger("isoexec").info("certifying on this machine", functions=list(functions), arch=arch)
+    asked = store.paths[0] / f".{os.getpid()}.yaml"
+    asked.write_text(yaml.safe_dump(contract.to_dict(), sort_keys=False))
+    where = ["--quick", "--arch", arch, "--contract", str(asked), "--store", str(store.paths[0])]
+    try:
+        for function in functions:
+            admitted = [p for p in contract.providers if p.function == function]
+            if any(p.kind == "kernel" for p in admitted):
+                _command(function, ["gate", "run", "--function", function, *where])
+            for provider in admitted:
+                if provider.kind == "library":
+                    _command(function, ["provider", "certify", provider.name, "--function", function, *where])
+    finally:
+        asked.unlink(missing_ok=True)
+
+
+def _command(function: str, words: Sequence[str]) -> None:
+    # a process of its own: a worker of an engine may not have children of its own making, and has its device in use
+    command = [sys.executable, "-P", "-m", "isoexec.contracts.main", *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=False)
+        problem = " ; ".join((done.stdout + done.stderr).strip().splitlines()[-5:]) if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        problem = f"nothing in {_LIMIT:.0f} s"
+    if problem:
+        raise InstallError(
+            region="evidence",
+            wanted=f"{function} certified on this machine, as the contract lets it",
+            found=problem,
+            fix=f"isoexec {' '.join(words[:2])} --function {function} says more",
+        )
