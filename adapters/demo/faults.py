@@ -45,7 +45,7 @@ FAULTS: dict[str, Fault] = {
         ),
         Fault(
             name="digest",
-            what="the engine starts with a contract whose KV segment is another",
+            what="the engine starts with a contract that lets a prefix cache outlive a weight sync",
             rules=("handshake",),
             outcome="violation",
             alert="IsoexecContractDigestMismatch",

@@ -114,7 +114,7 @@ def fault_phase(stage: Stage, fault: Fault, layout: Layout, *, steps: int, regim
         engine_contract = edited_contract(
             contract,
             folder / "engine-contract.yaml",
-            {"composition.region=attention.constants.kv_segment": 64},
+            {"claims.state.state=prefix_cache.invalidated_by": ["engine_restart"]},
         )
     policy = "fail_closed" if fault.name == "daemon-killed" else "fail_open"
     settings = ProbeSettings(run=run, state_dir=stage.daemon.state.path, regime=regime, policy=policy)
