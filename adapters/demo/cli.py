@@ -202,7 +202,7 @@ def _print(
         )
     for result in results:
         for line in [*([f"{result.verdict}, {result.cause}"] if result.cause else []), *result.lines]:
-            console.print(f"  {result.name}: {line}", soft_wrap=True, highlight=False)
+            console.print(f"  {result.name}: {line}", soft_wrap=True, highlight=False, markup=False)
     if shutil.which("promtool"):
         checked = subprocess.run(
             ["promtool", "check", "metrics"], input=metrics, capture_output=True, text=True, check=False
