@@ -108,6 +108,20 @@ def test_scores_and_two_training_steps_have_the_bits_of_one_rank_in_every_layout
         assert differing(masters[name], stored[name]) > masters[name].numel() // 2, f"{name} was not trained"
 
 
+def test_nothing_is_computed_outside_a_region_forward_or_backward(
+    launch: Any, mimo: Path, own: Contract, layout_of: Any
+) -> None:
+    layout = layout_of(tp=2, sp=True)
+
+    def work() -> Any:
+        census = build(mimo, dtype=BF16, contract=own, sequence_parallel=True).isoexec_adapter.census()
+        return census.clean, census.text(), census.inside
+
+    for clean, text, inside in launch(work, layout):
+        assert clean, text
+        assert min(inside.values()) > 0
+
+
 def test_an_untied_qwen2_of_the_same_weights_has_the_same_scores(
     launch: Any, runs: Any, one: Any, own: Contract, rows: torch.Tensor, mimo: Path, tmp_path: Path
 ) -> None:
