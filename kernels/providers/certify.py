@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -47,13 +48,19 @@ class CertificationError(EvidenceError):
 
 
 def gate_digest(provider: Provider) -> str:
-    """Digest of what decides the result: an own kernel's gate, or the comparison here and the framework it uses."""
+    """Digest of what decides the result: an own kernel's gate; or how the library is called and compared, and the framework.
+
+    How a provider is described, listed or looked up is no part of it.
+    """
     if provider.make is None:
         return gate_for(provider.function, provider.arch).digest()
     gates, here = Path(checking.__file__).parent, Path(__file__).parent
     files = {f"gates/{name}": gates / name for name in ("checking.py", "forward.py", "inputs.py")}
-    files |= {name: here / name for name in ("catalogue.py", "certify.py", "conformance.py", "versions.py")}
-    return digest_of({name: digest_bytes(_lines(path)) for name, path in files.items()})
+    files |= {name: here / name for name in ("conformance.py", "versions.py")}
+    if provider.function == "linear.mma_chain/1":  # compares what the own kernel's gate compares
+        files["gate.py"] = gate_for(provider.function, provider.arch).path
+    parts = {name: digest_bytes(_lines(path)) for name, path in files.items()}
+    return digest_of(parts | {"call": digest_bytes(inspect.getsource(provider.make).encode())})
 
 
 def _lines(path: Path) -> bytes:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BUCKETS", "WEIGHTS", "candidates", "extend", "tune"]
 
-# name, N, K: Qwen3-0.6B, Qwen3-8B, Qwen3.5-35B-A3B with its gated attention and Gated DeltaNet
+# name, N, K: Qwen3-0.6B, Qwen3-8B, Qwen3.5-35B-A3B with its gated attention and Gated DeltaNet, and what Qwen3-30B-A3B and
+# MiMo-7B have beside these
 WEIGHTS = (
     ("0.6B qkv", 4096, 1024),
     ("0.6B o", 1024, 2048),
@@ -43,6 +44,11 @@ WEIGHTS = (
     ("35B out", 2048, 4096),
     ("35B shared_down", 2048, 512),
     ("35B lm_head", 248320, 2048),
+    ("30B qkv", 5120, 2048),
+    ("30B lm_head", 151936, 2048),
+    ("MiMo gate_up", 22016, 4096),
+    ("MiMo down", 4096, 11008),
+    ("MiMo lm_head", 151680, 4096),
 )
 
 BUCKETS = (1, 16, 32, 64, 128)  # rows for which a choice is measured

@@ -142,7 +142,7 @@ def _degenerate(run: Run) -> None:
                 run.equal(got, naive.token_logprobs(logits, target, vocab_leaves=leaves))
             else:
                 run.holds(torch.tensor([got.shape == (0,)]))
-        for width in run.over("vocab", (leaves, 3 * leaves, 4097 * leaves)):
+        for width in run.over("vocab", (leaves, 3 * leaves, (naive.BLOCK + 1) * leaves)):
             logits, target = (
                 many(run, 5, width, salt=1, dtype=dtype, scale=12.0),
                 ids(5, width, 2).to(run.device),

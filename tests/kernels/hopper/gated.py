@@ -79,6 +79,10 @@ def main() -> None:
             ops = import_module("isoexec.kernels.logprobs.hopper.ops")
             ops.BLOCK = gate.naive.BLOCK = BLOCK
             gate.naive.token_logprobs.__kwdefaults__["block"] = BLOCK
+            # a program more costs the interpreter far more than a row more
+            gate.launch_partials.__kwdefaults__["rows_per_program"] = 64
+            gate.launch_merge.__kwdefaults__["rows_per_program"] = 64
+            gate._tiled.__kwdefaults__["rows"] = 64
         for family in gate.GATE.families:
             try:
                 check = gate.GATE.run(family, CONSTANTS[op], full=False)
