@@ -31,7 +31,14 @@ _HELD = ("isoexec.", "vllm.model_executor.", "vllm.v1.attention.")
 """Objects of these packages that a module holds are looked into: what it hands its arithmetic to."""
 _HOOKS = tuple(f"_{when}hooks" for when in ("forward_", "forward_pre_", "backward_", "backward_pre_"))
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
-_MOVING = frozenset(("training", "current_microbatch"))
+_MOVING = frozenset(
+    (
+        "training",
+        "current_microbatch",  # Megatron's schedule counts on the layers
+        "_do_torchao_reload",  # vLLM's reload of weights notes these on the model
+        "_original_do_torchao_reload",
+    )
+)
 """Scalars that change in a run and no bit of a region with them."""
 _OURS = "isoexec_adapter"  # the adapter itself, which holds the snapshot
 _SHOWN = 5

@@ -49,7 +49,8 @@ def send_attestation(
     """Queue one attestation; ``regions`` are RegionReport dicts by region name.
 
     ``contract`` is the one in force (`contract_now`), looked up here where it is not given: where it is not the one of hello it
-    is sent along, so that the daemon can name the fields that differ.  ``problem`` is what is wrong with the process itself, and travels in its environment, where the daemon looks for it.
+    is sent along, so that the daemon can name the fields that differ.  ``problem`` is what is wrong with the process itself; it
+    travels in the environment, where the daemon looks for it.
     """
     now = contract_now(client.settings) if contract is None else contract
     return client.send(

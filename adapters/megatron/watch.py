@@ -26,6 +26,7 @@ from isoexec.probes.client import Client
 from isoexec.probes.contract import SAME, contract_now
 from isoexec.probes.guard import Guard
 from isoexec.probes.logprobs import LogprobTap, from_padded
+from isoexec.probes.timing import VerifyPeriod
 from isoexec.probes.weights import is_zero
 
 __all__ = ["Watch"]
@@ -43,10 +44,17 @@ class Watch:
         self._client = client
         self._tap = LogprobTap(client, one_in=one_in)
         self._guard = Guard(client.settings)
+        self._period = VerifyPeriod()
+        self._weight_version = weight_version
         self.attest("start", step=0, weight_version=weight_version)
 
     def boundary(self, step: int, *, checkpoint: Callable[[], object] | None = None) -> None:
-        """The step boundary, on every rank: go on, or HaltedError on all ranks at this step, after ``checkpoint``."""
+        """The step boundary, on every rank: go on, or HaltedError on all ranks at this step, after ``checkpoint``.
+
+        A rank last looked at ``ISOEXEC_VERIFY_SECONDS`` ago is attested again; the daemon judges it, and halts every rank.
+        """
+        if self._period.due:
+            self.attest("periodic", step=step, weight_version=self._weight_version)
         self._guard.check(step, group=dist.group.WORLD, checkpoint=checkpoint)
 
     def record(
@@ -104,7 +112,12 @@ class Watch:
             weight_version=weight_version,
             topology=topology,
             regions={r.region: r.to_dict() for r in report.regions} if report is not None else {},
+            problem=report.problem if report is not None else None,
         )
+        self._period.done()
+        self._weight_version = weight_version
+        if not held.agrees:
+            self._client.flush()  # what is raised here may end the process, and the daemon must know why
         held.require()
         return report
 

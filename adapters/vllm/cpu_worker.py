@@ -219,3 +219,9 @@ class IsoExecCPUWorker(CPUWorker, IsoExecExtension):
         for name, module in self.get_model().named_modules():
             if isinstance(module, IsoExecRMSNorm) and name.endswith(("q_norm", "k_norm")):
                 module.isoexec_region = "qk_norm"
+
+    def compile_or_warm_up_model(self) -> Any:
+        """The last thing an engine does before it serves: what it is then is what it must stay."""
+        result = super().compile_or_warm_up_model()
+        self._isoexec_remember()
+        return result

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.model_executor.layers.activation import SiluAndMul
@@ -13,8 +14,9 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from isoexec.adapters.base import REGIONS
+from isoexec.adapters.snapshot import Change
 
-__all__ = ["bound_objects", "described"]
+__all__ = ["bound_objects", "changes_of", "described"]
 
 
 def described(bound: Any) -> str:
@@ -54,3 +56,14 @@ def bound_objects(runner: Any) -> dict[str, list[tuple[str, Any]]]:
             found["attention"].append((name, module))
     found["logprobs"].append(("sampler", runner.sampler))
     return found
+
+
+def changes_of(region: str, objects: Sequence[tuple[str, Any]], changes: Sequence[Change]) -> list[Change]:
+    """Those of a snapshot's changes that are a region's: in its own objects, its binding or its table."""
+    paths = {path for path, _ in objects}
+
+    def owns(change: Change) -> bool:
+        # a linear's bias is a region of its own in the same module
+        return change.path in paths and change.name.startswith("bias") == (region == "qkv_bias")
+
+    return [c for c in changes if c.path == region or owns(c)]

@@ -24,6 +24,7 @@ from isoexec.probes.attest import send_attestation
 from isoexec.probes.client import Client
 from isoexec.probes.contract import contract_now
 from isoexec.probes.logprobs import LogprobTap, ScoredSequence
+from isoexec.probes.timing import VerifyPeriod
 from isoexec.probes.weights import add_partials
 
 __all__ = ["Rollout", "exact_float32"]
@@ -65,6 +66,7 @@ class Rollout:
         self._tap = LogprobTap(client, one_in=one_in) if client is not None else None
         self._mode = str(llm.llm_engine.model_config.logprobs_mode)
         self._length = int(llm.llm_engine.model_config.max_model_len)
+        self._period = VerifyPeriod()
         if attest:
             self.attest("start", step=0)
 
@@ -78,10 +80,13 @@ class Rollout:
     ) -> list[ScoredSequence]:
         """Token ids and sampled logprobs of finished requests, sent as case ``engine_decode``.
 
-        Raises IsoExecError for an output without logprobs: sample with ``SamplingParams(logprobs=0)``.
+        Raises IsoExecError for an output without logprobs: sample with ``SamplingParams(logprobs=0)``.  Where the last look at
+        the workers is ``ISOEXEC_VERIFY_SECONDS`` ago they are attested again, and `attest` may raise.
         """
         found = [self._sampled(o, c) for o in outputs for c in o.outputs if len(c.token_ids)]
         self._send("engine_decode", found, step, weight_version, temperature)
+        if self.client is not None and self._period.due:
+            self.attest("periodic", step=step, weight_version=weight_version)
         return found
 
     def rescore(
@@ -151,8 +156,13 @@ class Rollout:
                     environment_found=raw["environment"],
                     rank=report.rank,
                     world=report.world,
+                    problem=report.problem,
                 )
+        self._period.done()
         if require:
+            broken = any(report.problems() for report in reports) or not all(one.agrees for one in held)
+            if broken and self.client is not None:
+                self.client.flush()  # what is raised here may end the process, and the daemon must know why
             for report in reports:
                 report.require()
             for one in held:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from isoexec.adapters.base import REGIONS, Enforcement, RegionReport, reference_canary, regions_of
+from isoexec.adapters.snapshot import Change, Snapshot, told
 from isoexec.adapters.vllm import state
 from isoexec.adapters.vllm.census import WorkerCensus
 from isoexec.adapters.vllm.engines import found_engine
-from isoexec.adapters.vllm.objects import bound_objects, described
+from isoexec.adapters.vllm.objects import bound_objects, changes_of, described
 from isoexec.adapters.vllm.topology import live_topology
 from isoexec.contracts.errors import InstallError, IsoExecError
 from isoexec.probes.attest import environment
@@ -46,7 +48,8 @@ class IsoExecExtension:
 
         with set_current_vllm_config(self.vllm_config), torch.inference_mode():
             topology = live_topology()
-            regions = {r.region: r.to_dict() for r in self._isoexec_regions()}
+            reports, rest = self._isoexec_regions()
+            regions = {r.region: r.to_dict() for r in reports}
         plan = state.active()
         contract = plan.contract if plan is not None else None
         engine = found_engine()
@@ -57,6 +60,7 @@ class IsoExecExtension:
                 "world": int(self.vllm_config.parallel_config.world_size),
                 "topology": topology,
                 "regions": regions,
+                "problem": self._isoexec_problem(rest),
                 "environment": environment(),
                 "identities": contract and contract.identities.to_dict(),
                 "contract": contract and contract.to_dict(),
@@ -114,19 +118,61 @@ class IsoExecExtension:
             )
         return plain(census.stop())
 
-    def _isoexec_regions(self) -> list[RegionReport]:
-        """One report a region of the contract or the model; every object is called, for one may be replaced alone."""
+    def _isoexec_remember(self) -> None:
+        """Keep what model, code and process are now; every later report says what is different."""
+        from isoexec.kernels.rope import naive, ops
+
+        plan, runner = state.active(), self.model_runner
+        assert plan is not None
+        shapes = {(int(r.head_size), float(r.base)) for _, r in bound_objects(runner)["rope"]}
+        self._isoexec_snapshot: Snapshot | None = Snapshot(
+            {"": runner.get_model(), "sampler": runner.sampler},
+            plan.bindings,
+            objects={"runner": runner},
+            tables={
+                "rope": (
+                    lambda: [t for shape in sorted(shapes) for t in ops._table(*shape)],
+                    [t for shape in sorted(shapes) for t in naive.table(*shape)],
+                )
+            }
+            if plan.installs("rope")
+            else None,
+        )
+
+    def _isoexec_problem(self, changes: list[Change]) -> str | None:
+        """What is wrong with the process itself: what changed in no region, and what the contract does not admit."""
+        plan = state.active()
+        judged = plan is not None and any(b.enforcement.installs for b in plan.bindings)
+        if plan is None or not judged:
+            return None
+        refused = plan.contract.claims.environment.refusals(environment())
+        return "; ".join(filter(None, (told(changes), *refused))) or None
+
+    def _isoexec_regions(self) -> tuple[list[RegionReport], list[Change]]:
+        """One report a region of the contract or the model, and the changes since the installation that are of none.
+
+        Every object is called, for one may be replaced alone.
+        """
         objects = bound_objects(self.model_runner)
         plan = state.active()
         planned = regions_of(plan.contract, "engine") if plan is not None else ()
+        snapshot: Snapshot | None = getattr(self, "_isoexec_snapshot", None)
+        changes = snapshot.changes() if snapshot is not None else []
         reports = []
         for region in dict.fromkeys((*REGIONS, *planned)):
             here = objects.get(region, [])
-            split = self._isoexec_disagreement([f"{name}: {described(bound)}" for name, bound in here])
+            mine = changes_of(region, here, changes)
+            told_here = told(mine) if plan is not None and plan.installs(region) else None
+            changes = [c for c in changes if c not in mine]
+            served = [f"{name}: {described(bound)}" for name, bound in here]
+            split = self._isoexec_disagreement([*served, told_here or ""])
             names = ", ".join(sorted({described(bound) for _, bound in here})) or "nothing"
             if here or split or region in planned:
-                reports.append(self._isoexec_region(region, here, names, split, region in planned))
-        return reports
+                report = self._isoexec_region(region, here, names, split, region in planned)
+                if told_here is not None:
+                    report = replace(report, problem="; ".join(filter(None, (report.problem, told_here))))
+                reports.append(report)
+        return reports, changes
 
     def _isoexec_disagreement(self, served: list[str]) -> str | None:
         """What another rank binds instead: a canary that one rank answers alone would wait for ever."""

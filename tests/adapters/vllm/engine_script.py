@@ -284,6 +284,190 @@ def planted(contract: str, first: str) -> dict[str, Any]:
     return found
 
 
+@contextlib.contextmanager
+def kind(module: Any, cls: type) -> Iterator[None]:
+    """Give an object another class for the length of a block."""
+    before, module.__class__ = type(module), cls
+    yield
+    module.__class__ = before
+
+
+@contextlib.contextmanager
+def of_class(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give a class or module another attribute for the length of a block."""
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    yield
+    setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def child(owner: Any, name: str, module: Any) -> Iterator[None]:
+    """Put another module into the place of one for the length of a block."""
+    before = getattr(owner, name)
+    setattr(owner, name, module)
+    yield
+    setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def switched(set_it: Callable[[], Any], back: Callable[[], Any]) -> Iterator[None]:
+    set_it()
+    yield
+    back()
+
+
+@contextlib.contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    yield
+    if before is None:
+        del os.environ[name]
+    else:
+        os.environ[name] = before
+
+
+@contextlib.contextmanager
+def hooked(module: Any, hook: Callable[..., Any]) -> Iterator[None]:
+    handle = module.register_forward_hook(hook)
+    yield
+    handle.remove()
+
+
+def tampers(llm: Any) -> dict[str, Any]:
+    """What is done behind the adapter's back: name -> context in which it is."""
+    import torch
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    from isoexec.adapters.vllm import cpu, state
+    from isoexec.adapters.vllm.cpu import IsoExecRMSNorm, IsoExecSiluAndMul
+    from isoexec.kernels.linear import naive
+    from isoexec.kernels.rope import ops as rope_ops
+
+    runner = worker_of(llm).model_runner
+    model = runner.get_model()
+    layers = model.model.layers
+    norm, rope = layers[1].input_layernorm, layers[0].self_attn.rotary_emb
+
+    class Faithful(IsoExecRMSNorm):
+        """Gives every bit of its base, for now."""
+
+    def longer(_module: Any, _args: Any, out: Any) -> Any:
+        return (out[0] * 1.01, out[1]) if out[0].shape[0] > 40 else None
+
+    @contextlib.contextmanager
+    def anew() -> Iterator[None]:
+        library = torch.library.Library("isoexec", "IMPL")
+        names = torch._C._dispatch_get_all_op_names()
+        name = next(n for n in names if n.startswith("isoexec::silu"))
+        library.impl(name, lambda gate, up: gate * up, "CPU", allow_override=True)
+        yield
+        library._destroy()
+
+    @contextlib.contextmanager
+    def table() -> Iterator[None]:
+        cosines = rope_ops._table(int(rope.head_size), float(rope.base))[0]
+        with torch.inference_mode():
+            before = cosines[3000, 0].clone()
+            cosines[3000, 0] += 2**-20
+        yield
+        with torch.inference_mode():
+            cosines[3000, 0] = before
+
+    @contextlib.contextmanager
+    def shared_constant() -> Iterator[None]:
+        """In place, in the one mapping that plan and objects share: the specification itself would follow it."""
+        constants = state.required("attention").binding("attention").constants
+        constants["kv_segment"] = 64
+        impl = [layer.self_attn.attn.impl for layer in layers]
+        for one in impl:
+            one._kv_segment = 64
+        yield
+        constants["kv_segment"] = 32
+        for one in impl:
+            one._kv_segment = 32
+
+    replacement = type(norm).__new__(type(norm))
+    replacement.__dict__.update(vars(norm))
+    return {
+        "a kernel rebound where it is used": of_class(cpu, "silu_mul", lambda gate, up: gate * up),
+        "an operator registered anew": anew(),
+        "a method of one object": attribute(
+            norm, "_forward_method", around(norm._forward_method, lambda x: x * 1.01)
+        ),
+        "a method of one object, with its bits": attribute(norm, "forward", norm.forward),
+        "a method of the class": of_class(IsoExecSiluAndMul, "forward_native", lambda _self, x: x),
+        "a forward hook": hooked(layers[2].self_attn.o_proj, longer),
+        "the class of one module": kind(layers[2].mlp.down_proj, RowParallelLinear),
+        "a subclass with the same bits": kind(layers[1].post_attention_layernorm, Faithful),
+        "one submodule of one layer": child(layers[0].mlp, "act_fn", torch.nn.SiLU()),
+        "the epsilon of one norm": attribute(norm, "variance_epsilon", 1e-5),
+        "the base of the rotation": attribute(rope, "base", 5e5),
+        "the table of the rotation": table(),
+        "the segment of one attention": attribute(layers[1].self_attn.attn.impl, "_kv_segment", 64),
+        "the segment of everything": shared_constant(),
+        "the scale of one attention": attribute(layers[1].self_attn.attn.impl, "scale", 0.1),
+        "the block of one linear": attribute(layers[1].mlp.gate_up_proj.isoexec_packed, "k_block", 32),
+        "the leaves of the logprobs": attribute(runner.sampler, "_leaves", 4),
+        "a constant of the kernel": of_class(naive, "ROW_TILE", 8),
+        "the scale of the logits": attribute(model.logits_processor, "scale", 2.0),
+        "the model's own code": of_class(
+            type(layers[0]), "forward", around(type(layers[0]).forward, lambda x: x)
+        ),
+        "the runner's method": attribute(runner, "_sample", around(runner._sample, lambda x: x)),
+        "float32_matmul_precision": switched(
+            lambda: torch.set_float32_matmul_precision("medium"),
+            lambda: torch.set_float32_matmul_precision("highest"),
+        ),
+        "flush_denormal": switched(
+            lambda: torch.set_flush_denormal(True), lambda: torch.set_flush_denormal(False)
+        ),
+        "the number of threads": switched(
+            lambda: torch._C.set_num_threads(2), lambda: torch._C.set_num_threads(1)
+        ),
+        "oneDNN": switched(
+            lambda: torch._C._set_mkldnn_enabled(False), lambda: torch._C._set_mkldnn_enabled(True)
+        ),
+        "deterministic algorithms": switched(
+            lambda: torch.use_deterministic_algorithms(True),
+            lambda: torch.use_deterministic_algorithms(False),
+        ),
+        "a variable": variable("OMP_NUM_THREADS", "2"),
+        "a variable that was not set": variable("ONEDNN_MAX_CPU_ISA", "AVX2"),
+    }
+
+
+def truth(contract: str, first: str, second: str) -> dict[str, Any]:
+    """One running engine: what its report says while each thing is exchanged, and while nothing is."""
+    llm, rollout = start(contract, first, "bfloat16")
+    sample(llm, rollout, prompts()[:4])
+    before = reports(rollout)[0]["problems"]
+    rollout.sync(Path(second) / "model.safetensors", 1, step=1)
+    sample(llm, rollout, prompts()[:4])
+    begin = time.perf_counter()
+    synced = reports(rollout)[0]["problems"]
+    found: dict[str, Any] = {
+        "before": before,
+        "synced": synced,
+        "seconds": time.perf_counter() - begin,
+        "compare": 0.0,
+    }
+    begin = time.perf_counter()
+    worker_of(llm)._isoexec_snapshot.changes()
+    found["compare"] = time.perf_counter() - begin
+    for name, tamper in tampers(llm).items():
+        with tamper:
+            (report,) = rollout.attest("periodic", step=1, require=False)
+        found[name] = {
+            "process": report.problem or "",
+            "regions": {r.region: r.problem or "" for r in report.regions if not r.ok},
+        }
+    found["after"] = reports(rollout)[0]["problems"]
+    stop(llm)
+    return found
+
+
 def contract_ranks(contract: str, first: str, second: str, tp: int) -> dict[str, Any]:
     """Several ranks in processes of their own, both dtypes."""
     found: dict[str, Any] = {}
@@ -319,6 +503,7 @@ def mimo(contract: str, first: str, dtype: str, tp: int = 1) -> dict[str, Any]:
     found["reports"] = reports(rollout)
     found["weights"] = rollout.weights(step=0)
     if tp == 1:
+        found["census"] = census(llm)
         found["calls"] = llm.collective_rpc("isoexec_report", timeout=60)[0]["calls"]
         found |= lost_bias(llm, rollout, whole)
     stop(llm)
@@ -355,20 +540,37 @@ def lost_bias(llm: Any, rollout: Any, whole: Any) -> dict[str, Any]:
     return found
 
 
-def misfits(mimo: str, qwen3: str, mimo_contract: str, qwen3_contract: str) -> dict[str, str]:
-    """Each of two models under the other's contract, and MiMo's class of the engine's own under its contract."""
+def bias_alone(contract: str, first: str) -> dict[str, Any]:
+    """MiMo natively, then with the contract's bias on the engine's own packed linears."""
+    code = {"trust_remote_code": True}
+    llm, _ = start(None, first, "bfloat16", **code)
+    native = llm.collective_rpc("isoexec_weight_partials", timeout=60)[0]["tensors"]
+    stop(llm)
+    os.environ["ISOEXEC_ENFORCE"] = "column_linear=off"
+    llm, rollout = start(contract, first, "bfloat16", **code)
+    got, _ = sample(llm, rollout, prompts()[:4])
+    found = {"native": native, "report": reports(rollout)[0], "decode": bits(got)}
+    stop(llm)
+    return found
+
+
+def misfits(
+    mimo: str, qwen3: str, mimo_contract: str, qwen3_contract: str, short_contract: str
+) -> dict[str, str]:
+    """Each of two models under the other's contract and one that lacks a region, and MiMo's class of the engine's own."""
     from vllm import LLM, ModelRegistry
     from vllm.model_executor.models.mimo import MiMoForCausalLM
     from vllm.plugins import load_general_plugins
 
     from isoexec.adapters.vllm.adapter import engine_args
+    from isoexec.adapters.vllm.rollout import Rollout
 
     def build(contract: str, model: str, native: bool, **more: Any) -> str:
         asked = engine_args(contract, **arguments(model, "bfloat16", trust_remote_code=True, **more))
         if native:
             load_general_plugins()
             ModelRegistry.register_model("MiMoForCausalLM", MiMoForCausalLM)
-        LLM(**asked)
+        Rollout(LLM(**asked))
         return "started"
 
     biased = {"hf_overrides": {"attention_bias": True}}
@@ -376,6 +578,7 @@ def misfits(mimo: str, qwen3: str, mimo_contract: str, qwen3_contract: str) -> d
         "mimo_under_qwen3": (qwen3_contract, mimo, False),
         "qwen3_under_mimo": (mimo_contract, qwen3, False),
         "native_class": (mimo_contract, mimo, True),
+        "short": (short_contract, qwen3, False),
     }
     found = {name: _in_child(functools.partial(build, *case)) for name, case in cases.items()}
     found["biased_qwen3"] = _in_child(functools.partial(build, qwen3_contract, qwen3, False, **biased))
@@ -524,6 +727,43 @@ def partial(contract: str, first: str) -> dict[str, Any]:
     return {"report": reports(rollout)[0], "sampled": sum(map(len, bits(got)))}
 
 
+def edited(contract: str, first: str) -> dict[str, Any]:
+    """A contract file edited between two syncs, a worker that holds another contract, and the file gone."""
+    from isoexec.adapters.vllm.rollout import Rollout
+    from isoexec.contracts import wire
+    from isoexec.contracts.errors import IsoExecError
+    from isoexec.contracts.schema import Contract
+    from isoexec.probes.client import Client, ProbeSettings
+
+    path = Path("edited.yaml")
+    text = Path(contract).read_text()
+    path.write_text(text)
+    llm, native = start(str(path), first, "bfloat16")
+    client = Client(ProbeSettings.from_env(), "engine")  # what it would send stays in its queue
+    rollout = Rollout(llm, client)
+
+    def sync() -> dict[str, Any]:
+        try:
+            rollout.attest("sync", step=1)
+            said = "agreed"
+        except IsoExecError as error:
+            said = f"{type(error).__name__}: {error}"
+        sent = [one for one in client._queue if isinstance(one, wire.Attestation)][-1]
+        return {"said": said, "identities": sent.identities, "contract": sent.contract}
+
+    found: dict[str, Any] = {"stands": sync()}
+    assert "kv_segment: 32" in text
+    path.write_text(text.replace("kv_segment: 32", "kv_segment: 64"))
+    found["file"] = sync()
+    found["policy"] = Contract.load(path).numerical_policy
+    rollout.contract = Contract.load(path)
+    found["worker"] = sync()
+    rollout.contract = Contract.load(contract)
+    path.unlink()
+    found["gone"] = sync()
+    return found
+
+
 def removed(contract: str) -> dict[str, Any]:
     """What vLLM's registries hold before, with and after the hooks; installed twice, as the engine calls plugins."""
     from isoexec.adapters.vllm import cpu, plugin
@@ -569,40 +809,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-def edited(contract: str, first: str) -> dict[str, Any]:
-    """A contract file edited between two syncs, a worker that holds another contract, and the file gone."""
-    from isoexec.adapters.vllm.rollout import Rollout
-    from isoexec.contracts import wire
-    from isoexec.contracts.errors import IsoExecError
-    from isoexec.contracts.schema import Contract
-    from isoexec.probes.client import Client, ProbeSettings
-
-    path = Path("edited.yaml")
-    text = Path(contract).read_text()
-    path.write_text(text)
-    llm, native = start(str(path), first, "bfloat16")
-    client = Client(ProbeSettings.from_env(), "engine")  # what it would send stays in its queue
-    rollout = Rollout(llm, client)
-
-    def sync() -> dict[str, Any]:
-        try:
-            rollout.attest("sync", step=1)
-            said = "agreed"
-        except IsoExecError as error:
-            said = f"{type(error).__name__}: {error}"
-        sent = [one for one in client._queue if isinstance(one, wire.Attestation)][-1]
-        return {"said": said, "identities": sent.identities, "contract": sent.contract}
-
-    found: dict[str, Any] = {"stands": sync()}
-    assert "kv_segment: 32" in text
-    path.write_text(text.replace("kv_segment: 32", "kv_segment: 64"))
-    found["file"] = sync()
-    found["policy"] = Contract.load(path).numerical_policy
-    rollout.contract = Contract.load(path)
-    found["worker"] = sync()
-    rollout.contract = Contract.load(contract)
-    path.unlink()
-    found["gone"] = sync()
-    return found
-
-
