@@ -195,9 +195,9 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Discharge:
-    """Why a statement holds: `reference` (by definition), `evidence` (a recorded gate) or `none`."""
+    """Why a statement holds: `evidence` (a recorded gate), or `none`, and then it is unproven."""
 
-    kind: str = wire(Text(choices=("reference", "evidence", "none")), "what discharges the statement")
+    kind: str = wire(Text(choices=("evidence", "none")), "what discharges the statement")
     evidence: str | None = wire(Digest(), "digest of the evidence record, with kind evidence", default=None)
 
     def problem(self) -> tuple[str, str] | None:
