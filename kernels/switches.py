@@ -9,8 +9,10 @@ as they are now: most libraries read theirs once, so a later change says that a 
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +67,21 @@ def _exact_product(device: str) -> bool:
     return bool(torch.equal(x @ torch.eye(64, dtype=torch.float32, device=device), x))
 
 
+@cache
+def _operand() -> torch.Tensor:
+    count = torch.arange(1, 2049, dtype=torch.int64) * 2654435761 % 2**32
+    return ((count >> 8).to(torch.float32) * 2.0**-23 - 1.0).view(32, 64)
+
+
+def _product_bits() -> str:
+    """A name for the bits of a few float32 products of odd shapes: another vector width of the BLAS gives another one."""
+    x = _operand()
+    found = hashlib.sha256()
+    for n in (5, 24):
+        found.update((x @ x[:n].t()).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
 def _cuda_product() -> bool | str:
     # asking must not start CUDA in a process that does without it
     return _exact_product("cuda") if torch.cuda.is_initialized() else "no device in use"
@@ -116,6 +133,12 @@ CATALOGUE: tuple[Switch, ...] = (
         how="effect",
         changes="float32 matmuls on the CPU: bfloat16 or TF32 inputs under it",
         read=lambda: _exact_product("cpu"),
+    ),
+    Switch(
+        name="float32_products",
+        how="effect",
+        changes="which code of the BLAS computes float32 matmuls on the CPU, by a digest of what it gives",
+        read=_product_bits,
     ),
     _getter(
         "cpu_capability",

@@ -97,6 +97,7 @@ def environment(arch: str) -> dict[str, str]:
             "onednn": onednn.group(1) if onednn else "unknown",
         }
         held = switches.read()
+        found["float32_products"] = str(held["float32_products"])
         found |= {f"switches.{name}": str(held.get(name)) for name in sorted(_claimed(arch))}
     else:
         import triton

@@ -7,6 +7,7 @@ import atexit
 import io
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -112,6 +113,7 @@ class _Pool:
 
 
 def _serve(rank: int, world: int, folder: str, device: str, end: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run that is interrupted ends its ranks
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device == "cuda":

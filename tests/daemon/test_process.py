@@ -139,7 +139,8 @@ def test_a_fact_that_breaks_between_steps_halts_before_the_next_step_begins(
 ) -> None:
     trainer = peer(daemon, "trainer", run="facts", **contract_hello())
     degrees = {"TP": 2, "SP": 1, "PP": 1, "CP": 1, "EP": 1, "ETP": 1, "DP": 1}
-    switches = dict(Contract.load(library("qwen3-dense-cpu")).claims.environment.switches)
+    claimed = Contract.load(library("qwen3-dense-cpu")).claims.environment
+    switches, versions = dict(claimed.switches), {one.name: "1" for one in claimed.versions}
 
     def attest(**other: int) -> None:
         trainer.send(
@@ -148,7 +149,7 @@ def test_a_fact_that_breaks_between_steps_halts_before_the_next_step_begins(
             step=3,
             weight_version=4,
             topology={**degrees, **other},
-            environment={"arch": "cpu", "OMP_NUM_THREADS": "1", "torch": "2.13.0", **switches},
+            environment={"arch": "cpu", "OMP_NUM_THREADS": "1", **versions, **switches},
             identities=contract_hello()["identities"],
         )
 
@@ -233,7 +234,8 @@ def test_a_contract_that_changes_between_two_syncs_halts_and_its_fields_are_name
         if binding["region"] == "attention":
             binding["constants"]["kv_segment"] = 64
     degrees = {"TP": 1, "SP": 1, "PP": 1, "CP": 1, "EP": 1, "ETP": 1, "DP": 1}
-    switches = dict(contract.claims.environment.switches)
+    claimed = contract.claims.environment
+    switches, versions = dict(claimed.switches), {one.name: "1" for one in claimed.versions}
 
     def attest(**fields: Any) -> None:
         trainer.send(
@@ -242,7 +244,7 @@ def test_a_contract_that_changes_between_two_syncs_halts_and_its_fields_are_name
             step=1,
             weight_version=1,
             topology=degrees,
-            environment={"arch": "cpu", "OMP_NUM_THREADS": "1", "torch": "2.13.0", **switches},
+            environment={"arch": "cpu", "OMP_NUM_THREADS": "1", **versions, **switches},
             **fields,
         )
 

@@ -149,3 +149,22 @@ def test_reading_all_of_them_costs_a_step_nothing() -> None:
     for _ in range(20):
         switches.environment()
     assert (time.perf_counter() - start) / 20 < 0.02
+
+
+def test_another_code_path_of_the_blas_is_seen_by_its_bits() -> None:
+    script = "from isoexec.kernels import switches; print(switches.read()['float32_products'])"
+    found = []
+    for path in ("", "SSE4_2"):
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_ENABLE_INSTRUCTIONS": path}
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", script],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        found.append(done.stdout)
+    if not torch.backends.mkl.is_available():
+        pytest.skip("torch's BLAS is not MKL here, and takes no such order")
+    assert found[0] != found[1]
