@@ -468,6 +468,66 @@ def truth(contract: str, first: str, second: str) -> dict[str, Any]:
     return found
 
 
+@contextlib.contextmanager
+def running_daemon(state: Path) -> Iterator[None]:
+    """The real daemon, in a process of its own, on a state directory."""
+    import subprocess
+
+    state.mkdir(parents=True)
+    settings = state / "settings.yaml"
+    settings.write_text("settle_seconds: 0.5\nwindow_seconds: 1.0\n")
+    code = "import sys; from isoexec.daemon.cli import run; sys.exit(run())"
+    words = ["--state-dir", str(state), "--http", "127.0.0.1:0", "--log", "json", "--config", str(settings)]
+    process = subprocess.Popen([sys.executable, "-P", "-c", code, *words], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("isoexec daemon:")
+    yield
+    process.terminate()
+    process.wait(15)
+
+
+def periodic(contract: str, first: str, state: str) -> dict[str, Any]:
+    """A watched rollout in which one layer gets a hook between two syncs: what is raised here, and what the daemon wrote."""
+    from vllm import LLM
+
+    from isoexec.adapters.vllm.adapter import engine_args
+    from isoexec.adapters.vllm.rollout import Rollout
+    from isoexec.contracts.halting import HaltMarker, StateDirectory
+    from isoexec.probes.client import connect
+
+    os.environ |= {"ISOEXEC_RUN": "periodic", "ISOEXEC_STATE_DIR": state, "ISOEXEC_VERIFY_SECONDS": "0.2"}
+    found: dict[str, Any] = {"steps": 0, "raised": "nothing"}
+    llm = LLM(**engine_args(contract, **arguments(first, "bfloat16")))
+    with running_daemon(Path(state)):
+        client = connect("engine")
+        rollout = Rollout(llm, client)
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until or found["steps"] < 2:
+            sample(llm, rollout, prompts()[:1])
+            found["steps"] += 1
+        found["marker_before"] = str(HaltMarker.read(StateDirectory(Path(state)).run("periodic").path))
+        module = worker_of(llm).get_model().model.layers[1].mlp.gate_up_proj
+        module.register_forward_hook(
+            lambda _m, _a, out: (out[0] * 1.01, None) if out[0].shape[0] > 40 else None
+        )
+        swapped = time.monotonic()
+        while time.monotonic() < swapped + 20 and found["raised"] == "nothing":
+            try:
+                sample(llm, rollout, prompts()[:1])
+            except Exception as error:  # noqa: BLE001  (whatever it is, is the finding)
+                found["raised"] = f"{type(error).__name__}: {error}"
+        found["seconds"] = time.monotonic() - swapped
+        marker = None
+        while marker is None and time.monotonic() < swapped + 30:
+            marker = HaltMarker.read(StateDirectory(Path(state)).run("periodic").path)
+            time.sleep(0.05)
+        found["rule"] = marker.rule if marker is not None else "no halt"
+        found["evidence"] = json.dumps(dict(marker.evidence)) if marker is not None else ""
+        client.close()
+    stop(llm)
+    return found
+
+
 def contract_ranks(contract: str, first: str, second: str, tp: int) -> dict[str, Any]:
     """Several ranks in processes of their own, both dtypes."""
     found: dict[str, Any] = {}
@@ -738,7 +798,7 @@ def edited(contract: str, first: str) -> dict[str, Any]:
     path = Path("edited.yaml")
     text = Path(contract).read_text()
     path.write_text(text)
-    llm, native = start(str(path), first, "bfloat16")
+    llm, _ = start(str(path), first, "bfloat16")
     client = Client(ProbeSettings.from_env(), "engine")  # what it would send stays in its queue
     rollout = Rollout(llm, client)
 

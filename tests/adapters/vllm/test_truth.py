@@ -75,3 +75,21 @@ def test_an_engine_left_alone_has_nothing_to_report_before_or_after_a_sync_or_at
 def test_a_verification_costs_little_of_the_default_period(seen: dict[str, Any]) -> None:
     print(f"attest {seen['seconds'] * 1e3:.1f} ms, of it the comparison {seen['compare'] * 1e3:.1f} ms")
     assert seen["seconds"] < 3.0
+
+
+def test_a_swap_between_syncs_is_raised_where_it_is_and_halts_the_run(
+    run: Callable[..., dict[str, Any]],
+    models: dict[str, str],
+    pinned: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    state = tmp_path_factory.mktemp("periodic") / "state"
+    found = run("periodic", contract=pinned, first=models["first"], state=str(state))
+    words = "model.layers.1.mlp.gate_up_proj.forward_hooks were 0 and are 1"
+    assert found["steps"] >= 2
+    assert found["marker_before"] == "None"
+    assert found["raised"].startswith("InstallError: column_linear: wanted")
+    assert words in found["raised"]
+    assert found["rule"] == "kernel_replaced"
+    assert words in found["evidence"]
+    print(f"raised {found['seconds']:.2f} s after the swap, period 0.2 s")
