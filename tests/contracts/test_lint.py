@@ -53,7 +53,8 @@ def test_every_rule_has_a_broken_contract_and_there_are_forty() -> None:
 def test_a_shipped_contract_lacks_nothing_but_evidence(path: Path) -> None:
     # evidence is judged against the records that lie beside the contracts, in a test of those; a region whose kernel does
     # not exist yet has no provider, and is refused
-    assert {finding.rule for finding in lint(Contract.load(path))} <= {"IX005", "IX009", "IX011", "IX012"}
+    found = {finding.rule for finding in lint(Contract.load(path)) if finding.severity != "note"}
+    assert found <= {"IX005", "IX009", "IX011", "IX012"}
 
 
 def test_without_a_store_the_evidence_is_not_judged(tmp_path: Path) -> None:
