@@ -304,6 +304,13 @@ def make_plan(
             )
         registry.check_constants(region.function, region.constants)
         provider = region.provider(role)
+        if provider.kind == "library":
+            raise InstallError(
+                region=name,
+                wanted=f"{provider.name}, {provider.version}, as {contract.name} admits it",
+                found="adapters that bind own kernels only",
+                fix=f"admit an own kernel of {region.function}, or say ISOEXEC_ENFORCE={name}=off to run it natively",
+            )
         found = registry.source_digest(region.function)
         if mode.installs and provider.source != found:
             raise InstallError(

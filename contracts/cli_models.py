@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from isoexec.contracts.models_resolve import (
 from isoexec.contracts.schema import Contract
 
 __all__ = ["find", "listing", "show"]
+
+_REASONS, _WIDTH = 3, 110
 
 
 def listing(how: str) -> int:
@@ -141,9 +144,12 @@ def _unproven(states: Sequence[RegionState], indent: str = "") -> None:
     open_ones = [state for state in states if not state.proven]
     print(f"\n{indent}unproven: {len(open_ones)} of {len(states)} regions")
     for state in open_ones:
-        first, *more = state.reasons
         print(f"{indent}  {state.region:<18} {state.function:<30} {state.kind}")
-        print(f"{indent}  {'':<18} {first}" + (f" (and {len(more)} more)" if more else ""))
+        reasons = list(dict.fromkeys(state.reasons))
+        for reason in reasons[:_REASONS]:
+            print(f"{indent}  {'':<18} {textwrap.shorten(reason, _WIDTH, placeholder=' ...')}")
+        if len(reasons) > _REASONS:
+            print(f"{indent}  {'':<18} and {len(reasons) - _REASONS} more: --format json")
 
 
 def _identities(contract: Contract) -> None:

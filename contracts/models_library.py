@@ -18,7 +18,7 @@ from isoexec.contracts.errors import ContractError
 from isoexec.contracts.evidence import put_file
 from isoexec.contracts.loading import parse
 from isoexec.contracts.models_families import FAMILIES, Family
-from isoexec.contracts.models_regions import LENGTH, PROVIDERS, Part
+from isoexec.contracts.models_regions import LENGTH, PROVIDERS, Admitted, Part
 from isoexec.contracts.parts import AXES, Value
 from isoexec.contracts.schema import library
 
@@ -203,21 +203,27 @@ def _providers(family: Family, pins: Pins) -> list[str]:
         provider = PROVIDERS[family.arch].get(function)
         if provider is None:
             continue
-        key = (provider, function)
+        key = (provider.name, function)
         # a provider is believed for the constants its function is bound with; one more set, and it is not
         known = all(
             (part.region, function, encode([dict(part.constants), sorted(part.ops)])) in pins.bindings
             for part in parts
         )
         out += [
-            f"  - name: {provider}",
+            f"  - name: {provider.name}",
             f"    function: {function}",
-            "    kind: kernel",
-            f"    source: {pins.sources.get(key, ZERO)}",
+            *_what(provider, pins.sources.get(key, ZERO)),
             f"    roles: {_list(_roles(parts))}",
             f"    discharge: {pins.providers.get(key, _UNPROVEN) if known else _UNPROVEN}",
         ]
     return [*out, ""]
+
+
+def _what(provider: Admitted, source: str) -> list[str]:
+    if not provider.version:
+        return ["    kind: kernel", f"    source: {source}"]
+    settings = [f"    settings: {_map(provider.settings)}"] if provider.settings else []
+    return ["    kind: library", f"    version: {provider.version}", *settings]
 
 
 def _by_function(family: Family) -> dict[str, list[Part]]:

@@ -39,6 +39,7 @@ __all__ = [
     "SOFTMAX",
     "SOFTMAX_TOPK",
     "TREE",
+    "Admitted",
     "Degrees",
     "Facts",
     "Part",
@@ -74,27 +75,44 @@ class Part:
     cases: tuple[str, ...] = ()
 
 
-PROVIDERS: dict[str, dict[str, str]] = {
+@dataclass(frozen=True, kw_only=True)
+class Admitted:
+    """A provider of a shipped contract: an own kernel, or, where there is a `version`, a library and its settings."""
+
+    name: str
+    version: str = ""
+    settings: Mapping[str, Value] = field(default_factory=dict)
+
+
+PROVIDERS: dict[str, dict[str, Admitted]] = {
     "cpu": {
-        "embedding.lookup/1": "isoexec.kernels.embedding",
-        "rms_norm.tree/1": "isoexec.kernels.rms_norm",
-        "linear.chain/1": "isoexec.kernels.linear",
-        "bias.add/1": "isoexec.kernels.bias",
-        "rope.neox_fp32/1": "isoexec.kernels.rope",
-        "attention.segments/1": "isoexec.kernels.attention",
-        "silu_mul.exp/1": "isoexec.kernels.silu_mul",
-        "logprobs.leaves/1": "isoexec.kernels.logprobs",
-        "grad_norm.exact/1": "isoexec.kernels.grad_norm",
+        "embedding.lookup/1": Admitted(name="isoexec.kernels.embedding"),
+        "rms_norm.tree/1": Admitted(name="isoexec.kernels.rms_norm"),
+        "linear.chain/1": Admitted(name="isoexec.kernels.linear"),
+        "bias.add/1": Admitted(name="isoexec.kernels.bias"),
+        "rope.neox_fp32/1": Admitted(name="isoexec.kernels.rope"),
+        "attention.segments/1": Admitted(name="isoexec.kernels.attention"),
+        "silu_mul.exp/1": Admitted(name="isoexec.kernels.silu_mul"),
+        "logprobs.leaves/1": Admitted(name="isoexec.kernels.logprobs"),
+        "grad_norm.exact/1": Admitted(name="isoexec.kernels.grad_norm"),
     },
     "sm90": {
-        "rms_norm.pairs/1": "isoexec.kernels.rms_norm.hopper",
-        "linear.mma_chain/1": "isoexec.kernels.linear.hopper",
-        "rope.neox_fp32/1": "isoexec.kernels.rope.hopper",
-        "silu_mul.poly/1": "isoexec.kernels.silu_mul.hopper",
-        "logprobs.blocks/1": "isoexec.kernels.logprobs.hopper",
+        "embedding.lookup/1": Admitted(
+            name="torch.embedding",
+            version="torch 2.11.0+cu130 git 70d99e998b49",
+            settings={"then": "add_zero"},
+        ),
+        "rms_norm.pairs/1": Admitted(name="isoexec.kernels.rms_norm.hopper"),
+        "linear.mma_chain/1": Admitted(name="isoexec.kernels.linear.hopper"),
+        "linear.grouped_mma_chain/1": Admitted(
+            name="torch.grouped_mm", version="torch 2.11.0+cu130 git 70d99e998b49"
+        ),
+        "rope.neox_fp32/1": Admitted(name="isoexec.kernels.rope.hopper"),
+        "silu_mul.poly/1": Admitted(name="isoexec.kernels.silu_mul.hopper"),
+        "logprobs.blocks/1": Admitted(name="isoexec.kernels.logprobs.hopper"),
     },
 }
-"""Arch -> function -> the own kernel that computes it there; `isoexec kernels` lists the same."""
+"""Arch -> function -> who is admitted to compute it there; `isoexec provider list` knows more."""
 
 _GRAD = ("trainer_fwd", "trainer_recompute")
 _STEP = Part(

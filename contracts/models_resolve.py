@@ -288,7 +288,13 @@ def _state(
     elif refused and all(one.rule in ("IX009", "IX011") for one in refused):
         kind, reasons = "no evidence", ["no gate's record discharges it; run its gate (isoexec gate run)"]
     elif refused:
-        kind, reasons = "evidence refused", list(dict.fromkeys(str(one) for one in refused))
+        kind, reasons = (
+            "evidence refused",
+            [
+                f"{one.name}: wanted {one.wanted}, found {one.found}; {one.fix} ({one.rule})"
+                for one in refused
+            ],
+        )
     else:
         kind, reasons = "proven", []
     return RegionState(

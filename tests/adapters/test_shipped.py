@@ -22,6 +22,7 @@ from isoexec.contracts.models_runtimes import RUNTIMES
 from isoexec.contracts.parts import AXES
 from isoexec.contracts.schema import Contract, library
 from isoexec.kernels import registry
+from isoexec.kernels.providers.catalogue import provider_for
 
 ONE = dict.fromkeys(AXES, 1)
 CONTRACTS = {path.stem: Contract.load(path) for path in sorted(library().glob("*.yaml"))}
@@ -36,7 +37,16 @@ def test_the_providers_of_shipped_contracts_are_the_kernels_of_this_release() ->
         }
         for arch in registry.ARCHS
     }
-    assert registered == PROVIDERS
+    own = {a: {f: one.name for f, one in table.items() if not one.version} for a, table in PROVIDERS.items()}
+    assert registered == own
+
+
+def test_the_libraries_of_shipped_contracts_are_in_the_catalogue_with_their_settings() -> None:
+    for arch, table in PROVIDERS.items():
+        for function, one in table.items():
+            if one.version:
+                known = provider_for(one.name, function, arch)
+                assert (known.kind, dict(known.settings)) == ("library", dict(one.settings))
 
 
 @pytest.mark.parametrize("name", sorted(CONTRACTS))
@@ -65,8 +75,8 @@ def test_the_refusal_says_region_wanted_found_and_fix() -> None:
     with pytest.raises(InstallError) as caught:
         make_plan(CONTRACTS["qwen3-dense-sm90"], "engine", ONE, "bfloat16")
     assert str(caught.value).startswith(
-        "embedding: wanted a provider of embedding.lookup/1 that serves the engine on sm90, found none in "
-        "qwen3-dense-sm90: the region is unproven; say ISOEXEC_ENFORCE=embedding=off"
+        "embedding: wanted torch.embedding, torch 2.11.0+cu130 git 70d99e998b49, as qwen3-dense-sm90 admits it, "
+        "found adapters that bind own kernels only; admit an own kernel of embedding.lookup/1"
     )
 
 
@@ -115,7 +125,7 @@ def test_the_megatron_adapter_refuses_an_unproven_region_by_name() -> None:
         InstallError, match=r"grad_norm: wanted a provider of grad_norm.exact/1 that serves the trainer"
     ):
         adapter.plan(contract)
-    with pytest.raises(InstallError, match=r"embedding: wanted a provider of embedding.lookup/1"):
+    with pytest.raises(InstallError, match=r"embedding: wanted torch.embedding"):
         adapter.plan(CONTRACTS["glm4-moe-lite-sm90"])
 
 
