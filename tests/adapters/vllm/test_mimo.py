@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+
+from isoexec.adapters.census import Census
 
 pytestmark = pytest.mark.vllm
 
@@ -24,13 +27,21 @@ def found(
 
 
 @pytest.fixture(scope="module")
-def refused(run: Run, models: dict[str, str], pinned: str, pinned_mimo: str) -> dict[str, Any]:
+def refused(
+    run: Run, models: dict[str, str], pinned: str, pinned_mimo: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    data = yaml.safe_load(Path(pinned).read_text())
+    data["composition"] = [b for b in data["composition"] if b["region"] != "qk_norm"]
+    data["model"]["ops"] = [op for op in data["model"]["ops"] if op not in ("q_norm", "k_norm")]
+    short = tmp_path_factory.mktemp("short") / "short.yaml"
+    short.write_text(yaml.safe_dump(data))
     return run(
         "misfits",
         mimo=models["mimo"],
         qwen3=models["first"],
         mimo_contract=pinned_mimo,
         qwen3_contract=pinned,
+        short_contract=str(short),
     )
 
 
@@ -54,6 +65,12 @@ def test_the_regions_are_the_contracts_own_and_each_answers_its_canary(found: di
     assert all(found["calls"].get(region, 0) > 0 for region in report["regions"])
 
 
+def test_nothing_of_the_forward_is_added_outside_a_region(found: dict[str, Any]) -> None:
+    census = Census.from_dict(found["census"])
+    assert census.clean, census.text()
+    assert min(census.inside.values()) > 0
+
+
 def test_the_digests_of_bias_and_weight_are_the_checkpoints_without_its_draft_layers(
     found: dict[str, Any], models: dict[str, str]
 ) -> None:
@@ -74,8 +91,8 @@ def test_the_digests_of_bias_and_weight_are_the_checkpoints_without_its_draft_la
 
 
 def test_a_lost_bias_is_seen_by_the_canary_the_digests_and_the_bits(found: dict[str, Any]) -> None:
-    (dropped,) = found["dropped_report"]
-    assert "qkv_bias: model.layers.1.self_attn.qkv_proj" in dropped
+    for report in (found["dropped_report"], found["absent_report"]):
+        assert any(line.startswith("qkv_bias: ") for line in report), report
     assert found["dropped"] != found["decode"]
     assert found["zeroed"] == found["dropped"]
     names = {n for n, digest in found["weights"].items() if found["zeroed_weights"][n] != digest}
@@ -93,6 +110,26 @@ def test_two_ranks_have_the_bits_and_digests_of_one(
         assert [r["problems"] for r in two["reports"]] == [[], []]
 
 
+def test_the_bias_region_alone_answers_over_the_engine_s_own_linears(
+    run: Run, models: dict[str, str], pinned_mimo: str
+) -> None:
+    alone = run("bias_alone", contract=pinned_mimo, first=models["mimo"])
+    assert alone["report"]["problems"] == []
+    assert alone["report"]["regions"]["column_linear"]["enforcement"] == "off"
+    assert alone["report"]["regions"]["qkv_bias"]["ok"]
+    assert sum(map(len, alone["decode"])) == 4 * 16
+
+
+def test_a_bias_the_native_engine_widens_is_digested_as_it_was_loaded(
+    run: Run, models: dict[str, str], pinned_mimo: str, found: dict[str, Any]
+) -> None:
+    if found["dtype"] == "bfloat16":
+        native = run("bias_alone", contract=pinned_mimo, first=models["mimo"])["native"]
+        biases = {n for n in native if n.endswith("_proj.bias")}
+        assert len(biases) == 9
+        assert {n: native[n] for n in biases} == {n: found["weights"][n] for n in biases}
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [
@@ -100,6 +137,7 @@ def test_two_ranks_have_the_bits_and_digests_of_one(
         ("qwen3_under_mimo", r"architecture of \['MiMoForCausalLM', 'Qwen2ForCausalLM'\]"),
         ("native_class", "norm: wanted the last residual add in the norm that is bound"),
         ("biased_qwen3", "attention_bias"),
+        ("short", "qk_norm: .*the contract has no such region, and the model runs one"),
     ],
 )
 def test_a_model_the_contract_does_not_speak_of_is_refused(
