@@ -17,10 +17,11 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from isoexec.adapters.census import Census, Recorder, load_allowed, main
+from isoexec.adapters.census import Census, load_allowed, main
 from isoexec.adapters.megatron import cpu
 from isoexec.adapters.megatron.logprobs import model_inputs, output_processor, score, sequence_multiple
 from isoexec.adapters.megatron.weights import unwrap
+from isoexec.adapters.recorder import Recorder
 from isoexec.contracts.schema import Contract
 
 __all__ = ["ALLOWED", "census"]

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from isoexec.adapters.census import Census, CensusEntry, Recorder, load_allowed, main
+from isoexec.adapters.census import Census, CensusEntry, load_allowed, main
+from isoexec.adapters.recorder import Recorder
 from isoexec.adapters.vllm import state
 from isoexec.contracts.errors import InstallError
 from isoexec.contracts.schema import Contract

@@ -14,17 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
-from isoexec.adapters.census import (
-    CARRIES,
-    MOVES,
-    Allowed,
-    Census,
-    CensusEntry,
-    CensusError,
-    Recorder,
-    exact_cast,
-    load_allowed,
-)
+from isoexec.adapters.arithmetic import CARRIES, MOVES, exact_cast
+from isoexec.adapters.census import Allowed, Census, CensusEntry, CensusError, load_allowed
+from isoexec.adapters.recorder import Recorder
 from isoexec.kernels.rms_norm import rms_norm
 
 X = torch.linspace(-1, 1, 24).view(4, 6)

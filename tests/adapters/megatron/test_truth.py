@@ -27,7 +27,7 @@ pytestmark = pytest.mark.megatron
 
 BF16 = torch.bfloat16
 
-Undo = Callable[[], None]
+Undo = Callable[[], object]
 
 
 def _set(owner: Any, name: str, value: Any) -> Undo:
@@ -105,7 +105,7 @@ def _code(_: Any) -> Undo:
 def _implementation(_: Any) -> Undo:
     """The operator's own registration, as any library in the process can replace it."""
     library = torch.library.Library("isoexec", "IMPL")
-    name = next(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("isoexec::linear"))  # type: ignore[attr-defined]
+    name = next(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("isoexec::linear"))
     library.impl(name, lambda *_: None, "CPU", allow_override=True)
     return library._destroy
 

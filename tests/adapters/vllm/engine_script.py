@@ -378,7 +378,8 @@ def tampers(llm: Any) -> dict[str, Any]:
     @contextlib.contextmanager
     def shared_constant() -> Iterator[None]:
         """In place, in the one mapping that plan and objects share: the specification itself would follow it."""
-        constants = state.required("attention").binding("attention").constants
+        bound: Any = state.required("attention").binding("attention")
+        constants = bound.constants
         constants["kv_segment"] = 64
         impl = [layer.self_attn.attn.impl for layer in layers]
         for one in impl:
@@ -388,8 +389,6 @@ def tampers(llm: Any) -> dict[str, Any]:
         for one in impl:
             one._kv_segment = 32
 
-    replacement = type(norm).__new__(type(norm))
-    replacement.__dict__.update(vars(norm))
     return {
         "a kernel rebound where it is used": of_class(cpu, "silu_mul", lambda gate, up: gate * up),
         "an operator registered anew": anew(),
