@@ -12,7 +12,7 @@ from pathlib import Path
 
 from isoexec.contracts.evidence import default_store
 from isoexec.contracts.models import read_config
-from isoexec.contracts.models_resolve import (
+from isoexec.contracts.models.resolve import (
     RegionState,
     Resolution,
     region_states,

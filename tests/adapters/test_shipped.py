@@ -17,8 +17,8 @@ from isoexec.adapters.megatron.adapter import SUPPORTED, MegatronAdapter
 from isoexec.adapters.vllm.engines import ENGINES
 from isoexec.adapters.vllm.install import plan_engine
 from isoexec.contracts.errors import InstallError
-from isoexec.contracts.models_regions import PROVIDERS
-from isoexec.contracts.models_runtimes import RUNTIMES
+from isoexec.contracts.models.regions import PROVIDERS
+from isoexec.contracts.models.runtimes import RUNTIMES
 from isoexec.contracts.parts import AXES
 from isoexec.contracts.schema import Contract, library
 from isoexec.kernels import registry

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from isoexec.contracts.errors import ContractError
 from isoexec.contracts.models import FIELDS, config_of, facts_of, read_config, text_facts
-from isoexec.contracts.models_families import FAMILIES
+from isoexec.contracts.models.families import FAMILIES
 
 MODELS = Path(__file__).parent / "models"
 QWEN3 = json.loads((MODELS / "qwen3-8b" / "config.json").read_text())

@@ -15,10 +15,10 @@ import pytest
 from isoexec.contracts.discharge import unproven
 from isoexec.contracts.evidence import default_store, moment
 from isoexec.contracts.lint import lint
-from isoexec.contracts.models_families import FAMILIES, Family
-from isoexec.contracts.models_library import check, pins_of, render, write
-from isoexec.contracts.models_regions import PROVIDERS
-from isoexec.contracts.models_resolve import region_states
+from isoexec.contracts.models.families import FAMILIES, Family
+from isoexec.contracts.models.library import check, pins_of, render, write
+from isoexec.contracts.models.regions import PROVIDERS
+from isoexec.contracts.models.resolve import region_states
 from isoexec.contracts.operators import axes_of
 from isoexec.contracts.pinning import pinned_text
 from isoexec.contracts.schema import Contract, library
@@ -88,13 +88,13 @@ def contracts() -> dict[str, Contract]:
 
 
 def test_the_files_that_are_checked_in_are_what_the_families_say() -> None:
-    # after a change of contracts/models_families.py: python -m isoexec.contracts.models_library
+    # after a change of contracts/models/families.py: python -m isoexec.contracts.models.library
     assert check(library()) == []
 
 
 def test_the_script_checks_writes_and_refuses_other_arguments() -> None:
     def script(*more: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-P", "-m", "isoexec.contracts.models_library", *more]
+        command = [sys.executable, "-P", "-m", "isoexec.contracts.models.library", *more]
         return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
     assert (script("--check").returncode, script("--check").stdout) == (0, "")

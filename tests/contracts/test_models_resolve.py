@@ -16,8 +16,8 @@ from isoexec.contracts.cli import run
 from isoexec.contracts.errors import ContractError
 from isoexec.contracts.evidence import Store
 from isoexec.contracts.models import config_of, read_config
-from isoexec.contracts.models_resolve import Resolution, region_states, resolve, shipped_contracts
-from isoexec.contracts.models_runtimes import RUNTIMES
+from isoexec.contracts.models.resolve import Resolution, region_states, resolve, shipped_contracts
+from isoexec.contracts.models.runtimes import RUNTIMES
 from isoexec.contracts.schema import Contract, library
 
 MODELS = Path(__file__).parent / "models"

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model families that contracts are shipped for: what each computes, region by region, and what is claimed of it.
 
-`isoexec.contracts.models_library` writes a contract file of each.
+`isoexec.contracts.models.library` writes a contract file of each.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from isoexec.contracts.models_regions import (
+from isoexec.contracts.models.regions import (
     ATTENTION,
     BIAS,
     CPU_DENSE,

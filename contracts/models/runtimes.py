@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from isoexec.contracts.models import FIELDS
+from isoexec.contracts.models.config import FIELDS
 from isoexec.contracts.parts import Constraint, Value
 
 __all__ = ["RUNTIMES", "Limit", "Runtime"]

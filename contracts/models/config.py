@@ -17,7 +17,7 @@ from typing import NoReturn
 from isoexec.contracts.errors import ContractError
 from isoexec.contracts.parts import Value
 
-__all__ = ["FIELDS", "ModelConfig", "facts_of", "read_config", "text_facts"]
+__all__ = ["FIELDS", "ModelConfig", "config_of", "facts_of", "read_config", "text_facts"]
 
 MAX_BYTES = 10_000_000
 _NESTED = ("text_config", "language_config", "llm_config")

@@ -12,8 +12,8 @@ from pathlib import Path
 from isoexec.contracts.discharge import Refusal, unproven
 from isoexec.contracts.errors import ContractError
 from isoexec.contracts.evidence import Store, default_store
-from isoexec.contracts.models import FIELDS, ModelConfig, facts_of
-from isoexec.contracts.models_runtimes import RUNTIMES, Runtime
+from isoexec.contracts.models.config import FIELDS, ModelConfig, facts_of
+from isoexec.contracts.models.runtimes import RUNTIMES, Runtime
 from isoexec.contracts.parts import Binding, Value, derived_widths
 from isoexec.contracts.schema import Contract, library
 
