@@ -82,6 +82,8 @@ def failing() -> list[str]:
         held = [name for name in TIMED if proven(by_function[name], default_store(), now=now)]
     say("proven by records:", ", ".join(held) or "nothing")
     jobs = [job for job in jobs if job.gate.function not in held]
+    if not jobs:
+        return []
     with tempfile.TemporaryDirectory() as folder:
         outcomes = run_gates(jobs, State(Path(folder)), fresh=True, said=lambda *_: None)
         return [f"{one.gate.function} {why}" for one in outcomes for why in one.failures]
