@@ -146,7 +146,7 @@ def _json(value: object) -> None:
 
 def _lint(args: argparse.Namespace) -> int:
     from isoexec.contracts.evidence import Store, default_store, moment
-    from isoexec.contracts.lint_report import check, exit_code, render, unreadable
+    from isoexec.contracts.lint.report import check, exit_code, render, unreadable
 
     try:
         now = moment(args.at) if args.at is not None else None
@@ -221,7 +221,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     from isoexec.contracts.lint import explain
-    from isoexec.contracts.lint_report import rules_page
+    from isoexec.contracts.lint.report import rules_page
 
     if args.format == "markdown":
         print(rules_page(), end="")

@@ -1,61 +1,135 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a logical operator: the parallel axes that split its arithmetic or its gradient's, and whether it keeps state.
+"""What is known of a logical operator: what it sums over, which parallel axes cut that, what it keeps between calls.
 
-An operator that is not listed is taken to be split by every axis: what nobody has thought about has to be proven.
+This table is the place to extend when a model family is added. An operator that is not in it is taken to be cut by every axis:
+what nobody has thought about has to be proven.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from isoexec.contracts.parts import AXES
 
-__all__ = ["axes_of", "dtypes_of", "keeps_state"]
+__all__ = ["OPERATORS", "Operator", "Part", "axes_of", "dtypes_of", "keeps_state"]
 
-# SP splits the rows of what lies between the parallel regions, so it splits sums over rows: the gradients of weights and scales.
-_SPLIT_BY: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("embed", "lm_head"), ("TP", "SP")),
-    "residual_add": (),
-    **dict.fromkeys(("input_norm", "post_attention_norm", "final_norm"), ("SP",)),
-    **dict.fromkeys(("q_norm", "k_norm"), ("TP",)),
-    **dict.fromkeys(("qkv_proj", "qkv_bias", "gate_up_proj", "o_proj", "down_proj"), ("TP", "SP")),
-    **dict.fromkeys(("rope", "silu_mul", "token_logprob"), ("TP",)),
-    "attention": ("TP", "CP"),
-    "grad_norm": ("TP", "EP", "ETP", "SP", "CP", "PP", "DP"),
-    # latent attention: the narrow projections are whole on every rank, but their outputs' gradients are sums over heads
-    **dict.fromkeys(("q_a_proj", "kv_a_proj", "q_a_norm", "kv_a_norm"), ("TP", "SP")),
-    **dict.fromkeys(("q_b_proj", "kv_b_key", "kv_b_value"), ("TP", "SP")),
-    # gated attention and Gated DeltaNet
+
+@dataclass(frozen=True)
+class Part:
+    """A model fact, in elements or heads, and the `axis` that shards it; "" where every rank has the whole.
+
+    `copied`: ranks beyond the fact's value may hold the same part whole, as with KV heads.
+    """
+
+    fact: str
+    axis: str = ""
+    copied: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """One logical operator.
+
+    `axes` are those whose degree cuts its sums, or those of its weights' gradients: SP cuts the rows between the parallel
+    regions, so it cuts sums over rows. `sums` are lengths its forward sums over, `grad_sums` those of its input's gradient,
+    `whole` what ranks never split, `keeps` the states it reads that earlier calls left, and `float32` that its operands are
+    of that dtype whatever the model's.
+    """
+
+    axes: tuple[str, ...] = ()
+    sums: tuple[Part, ...] = ()
+    grad_sums: tuple[Part, ...] = ()
+    whole: tuple[Part, ...] = ()
+    keeps: tuple[str, ...] = ()
+    float32: bool = False
+
+
+_HIDDEN = (Part("hidden_size"),)
+_HEADS = (Part("heads", "TP"), Part("kv_heads", "TP", copied=True))
+_GDN_HEADS = (Part("gdn_key_heads", "TP"), Part("gdn_value_heads", "TP"))
+_EXPERTS = (Part("experts", "EP"),)
+_DENSE = ("TP", "SP")
+_EXPERT = ("TP", "EP", "ETP", "SP")
+
+
+def _column(
+    *widths: str, axis: str = "TP", whole: tuple[Part, ...] = (), axes: tuple[str, ...] = _DENSE
+) -> Operator:
+    """A linear from the hidden size to widths that ranks share."""
+    grad_sums = tuple(Part(width, axis) for width in widths)
+    return Operator(axes=axes, sums=_HIDDEN, grad_sums=grad_sums, whole=whole)
+
+
+def _row(
+    width: str, axis: str = "TP", whole: tuple[Part, ...] = (), axes: tuple[str, ...] = _DENSE
+) -> Operator:
+    """A linear from a width that ranks share to the hidden size."""
+    return Operator(axes=axes, sums=(Part(width, axis),), grad_sums=_HIDDEN, whole=whole)
+
+
+OPERATORS: dict[str, Operator] = {
+    "embed": Operator(axes=_DENSE),
+    "residual_add": Operator(),
+    **dict.fromkeys(("input_norm", "post_attention_norm", "final_norm"), Operator(axes=("SP",))),
+    **dict.fromkeys(("q_norm", "k_norm", "rope", "silu_mul"), Operator(axes=("TP",))),
+    "qkv_proj": _column("qkv_width", whole=_HEADS),
+    "qkv_bias": Operator(axes=_DENSE),
+    "attention": Operator(axes=("TP", "CP"), whole=_HEADS, keeps=("kv_cache", "prefix_cache")),
+    "o_proj": _row("q_width", whole=_HEADS),
+    "gate_up_proj": _column("intermediate_size"),
+    "down_proj": _row("intermediate_size"),
+    "lm_head": _column("vocab_size"),
+    "token_logprob": Operator(axes=("TP",), float32=True),
+    "grad_norm": Operator(axes=AXES, float32=True),
+    # latent attention: the latent is whole on every rank, but the gradients of what is made of it are sums over heads
+    "q_a_proj": Operator(axes=_DENSE, sums=_HIDDEN, grad_sums=(Part("q_lora_rank"),)),
+    "q_b_proj": Operator(axes=_DENSE, sums=(Part("q_lora_rank"),), whole=(Part("heads", "TP"),)),
+    "kv_a_proj": Operator(axes=_DENSE, sums=_HIDDEN),
+    "kv_b_key": Operator(axes=_DENSE, sums=(Part("qk_nope_dim"),), grad_sums=(Part("kv_lora_rank"),)),
+    "kv_b_value": Operator(axes=_DENSE, sums=(Part("kv_lora_rank"),), grad_sums=(Part("v_head_dim"),)),
+    **dict.fromkeys(("q_a_norm", "kv_a_norm"), Operator(axes=_DENSE)),
+    # a gate on attention's output, and Gated DeltaNet
+    "attn_gate_proj": _column("q_width"),
+    "gdn_qkv_proj": _column("gdn_key_width", "gdn_value_width", whole=_GDN_HEADS),
+    "gdn_z_proj": _column("gdn_value_width"),
+    "gdn_ba_proj": Operator(axes=_DENSE, sums=_HIDDEN),
+    "gdn_out_proj": _row("gdn_value_width"),
+    **dict.fromkeys(("attn_gate_mul", "gdn_decay", "gdn_beta", "gdn_gated_norm"), Operator(axes=("TP",))),
+    **dict.fromkeys(("gdn_q_l2norm", "gdn_k_l2norm"), Operator(axes=("TP",))),
+    "causal_conv1d": Operator(axes=("TP", "CP"), keeps=("conv_state",)),
+    "gated_delta_rule": Operator(axes=("TP", "CP"), whole=_GDN_HEADS, keeps=("recurrent_state",)),
+    # experts: EP shares them out, ETP shards each, and who owns one decides where its rows meet and in which order its
+    # weights' gradient adds them; the router and its gate are whole on every rank
+    "router_logits": Operator(axes=("SP",), sums=_HIDDEN),
     **dict.fromkeys(
-        ("attn_gate_proj", "gdn_qkv_proj", "gdn_z_proj", "gdn_ba_proj", "gdn_out_proj"), ("TP", "SP")
+        ("router_score", "router_bias", "router_groups", "router_topk", "router_weight"), Operator()
     ),
-    **dict.fromkeys(("attn_gate_mul", "gdn_decay", "gdn_beta", "gdn_gated_norm"), ("TP",)),
-    **dict.fromkeys(("gdn_q_l2norm", "gdn_k_l2norm"), ("TP",)),
-    **dict.fromkeys(("causal_conv1d", "gated_delta_rule"), ("TP", "CP")),
-    # experts: who owns one decides where its rows meet, and in which order its weights' gradient adds them
-    "router_logits": ("SP",),
-    **dict.fromkeys(("router_score", "router_bias", "router_groups", "router_topk", "router_weight"), ()),
-    "expert_dispatch": ("EP", "ETP"),
-    **dict.fromkeys(("expert_gate_up", "expert_down"), ("TP", "EP", "ETP", "SP")),
-    "expert_silu_mul": ("EP", "ETP"),
-    "expert_combine": ("TP", "EP", "ETP", "SP"),
-    **dict.fromkeys(("shared_gate_up", "shared_down", "shared_gate_logit", "shared_gate_mul"), ("TP", "SP")),
-    **dict.fromkeys(("shared_silu_mul", "shared_add"), ("TP",)),
+    "expert_dispatch": Operator(axes=("EP", "ETP")),
+    "expert_gate_up": _column("expert_size", axis="ETP", whole=_EXPERTS, axes=_EXPERT),
+    "expert_down": _row("expert_size", axis="ETP", whole=_EXPERTS, axes=_EXPERT),
+    "expert_silu_mul": Operator(axes=("EP", "ETP")),
+    "expert_combine": Operator(axes=_EXPERT),
+    "shared_gate_up": _column("shared_size"),
+    "shared_down": _row("shared_size"),
+    "shared_gate_logit": Operator(axes=_DENSE, sums=_HIDDEN),
+    "shared_gate_mul": Operator(axes=_DENSE),
+    **dict.fromkeys(("shared_silu_mul", "shared_add"), Operator(axes=("TP",))),
 }
-# of the axes above, these move rows or layers as they are and split no sum of a forward operator
-_MOVES_ONLY = ("PP", "DP")
-_ALWAYS_FLOAT32 = frozenset({"token_logprob", "grad_norm"})
-_STATEFUL = frozenset({"attention", "causal_conv1d", "gated_delta_rule"})
+
+# PP and DP move layers or rows as they are, and cut no sum of a forward operator
+_UNKNOWN = Operator(axes=tuple(axis for axis in AXES if axis not in ("PP", "DP")))
 
 
 def axes_of(op: str) -> tuple[str, ...]:
     """Return the axes whose degree decides how an operator's sums are cut."""
-    return _SPLIT_BY.get(op, tuple(axis for axis in AXES if axis not in _MOVES_ONLY))
+    return OPERATORS.get(op, _UNKNOWN).axes
 
 
 def keeps_state(op: str) -> bool:
     """Say whether an operator reads what earlier calls kept (a KV cache, a recurrent state)."""
-    return op in _STATEFUL
+    return bool(OPERATORS.get(op, _UNKNOWN).keeps)
 
 
 def dtypes_of(op: str, dtypes: tuple[str, ...]) -> tuple[str, ...]:
     """Return the dtypes an operator's operands come in, in a model whose parameters come in `dtypes`."""
-    return ("float32",) if op in _ALWAYS_FLOAT32 else dtypes
+    return ("float32",) if OPERATORS.get(op, _UNKNOWN).float32 else dtypes

@@ -26,7 +26,7 @@ from isoexec.contracts.digests import ZERO, digest_bytes
 from isoexec.contracts.discharge import Live
 from isoexec.contracts.evidence import Check, EvidenceRecord, Store, stamp
 from isoexec.contracts.lint import Finding, all_rules
-from isoexec.contracts.lint_report import check
+from isoexec.contracts.lint.report import check
 from isoexec.contracts.loading import read
 from isoexec.contracts.schema import Contract
 

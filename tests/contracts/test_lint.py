@@ -14,8 +14,8 @@ import pytest
 import isoexec.contracts.schema as schema
 from isoexec.contracts.errors import ContractError
 from isoexec.contracts.lint import Finding, all_rules, explain, lint, require_clean, rule, words
-from isoexec.contracts.lint_report import rules_page
-from isoexec.contracts.lint_tables import FUNCTIONS, OPERATORS
+from isoexec.contracts.lint.report import rules_page
+from isoexec.contracts.operators import OPERATORS
 from isoexec.contracts.schema import Contract, library
 
 HERE = Path(__file__).parent
@@ -207,14 +207,6 @@ def test_torchs_version_says_the_version_of_what_comes_with_it(tmp_path: Path) -
 
 def test_kv_heads_may_be_held_by_several_ranks_whole(tmp_path: Path) -> None:
     assert spoilt(tmp_path, lambda b: b.facts.update(kv_heads={"one_of": [1, 2, 4]})) == []
-
-
-def test_the_functions_and_their_constants_are_those_of_the_kernels() -> None:
-    pytest.importorskip("torch", reason="the kernels' registry needs torch")
-    from isoexec.kernels.registry import FUNCTIONS as KERNELS
-
-    for name, one in KERNELS.items():
-        assert set(FUNCTIONS[name].constants) == {*dict(one.fixed), *one.free}, name
 
 
 def test_the_operators_of_shipped_contracts_with_k_blocks_are_known() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from isoexec.contracts.errors import ContractError
 from isoexec.contracts.lint import SEVERITIES, all_rules, lint
-from isoexec.contracts.lint_report import Report, line_of, render
+from isoexec.contracts.lint.report import Report, line_of, render
 from isoexec.contracts.loading import read
 from isoexec.contracts.schema import Contract
 

@@ -16,7 +16,7 @@ import pytest
 from isoexec.contracts.cli import run
 from isoexec.contracts.evidence import Store, moment, shipped, stamp
 from isoexec.contracts.lint import all_rules
-from isoexec.contracts.lint_report import check, line_of
+from isoexec.contracts.lint.report import check, line_of
 from isoexec.contracts.loading import read
 from isoexec.contracts.schema import library
 

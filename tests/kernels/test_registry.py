@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from isoexec.contracts.lint.tables import FUNCTIONS as LINTED
 from isoexec.contracts.schema import Contract, library
 from isoexec.kernels import registry
 from isoexec.kernels.attention import attention_varlen
@@ -210,3 +211,8 @@ def test_unknown_functions_and_constants_this_code_does_not_compute_with_are_ref
         )
     with pytest.raises(DomainError, match="leaves"):
         registry.check_constants("silu_mul.exp/1", {"leaves": 4})
+
+
+def test_the_linter_knows_every_function_with_its_constants() -> None:
+    for name, one in registry.FUNCTIONS.items():
+        assert set(LINTED[name].constants) == {*dict(one.fixed), *one.free}, name

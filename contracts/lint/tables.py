@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rules know of operators, functions and states: the data to extend when a model family is added.
+"""What the rules know of functions, widths and states, beside what `isoexec.contracts.operators` knows of operators.
 
-An operator or a function that is not listed is not checked against its shapes; its evidence still has to cover it.
+A function that is not listed is not checked against its constants; its evidence still has to cover it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from isoexec.contracts.operators import OPERATORS
 from isoexec.contracts.parts import Binding, Case, Provider
 from isoexec.contracts.schema import Contract
 
@@ -15,11 +16,8 @@ __all__ = [
     "CARRIED_BY",
     "FACTORS",
     "FUNCTIONS",
-    "OPERATORS",
     "ROPE_OPS",
     "Computes",
-    "Operator",
-    "Part",
     "constant",
     "degrees",
     "entry",
@@ -30,27 +28,6 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Part:
-    """A model fact, in elements or heads, and the `axis` that shards it; "" where every rank has the whole.
-
-    `copied`: ranks beyond the fact's value may hold the same part whole, as with KV heads.
-    """
-
-    fact: str
-    axis: str = ""
-    copied: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operator:
-    """`sums` are lengths its forward sums over, `grad_sums` those of its input's gradient, `whole` what ranks never split."""
-
-    sums: tuple[Part, ...] = ()
-    grad_sums: tuple[Part, ...] = ()
-    whole: tuple[Part, ...] = ()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Computes:
     """A function's `constants`, all of which a binding gives, and the parameter dtypes it takes."""
@@ -58,52 +35,6 @@ class Computes:
     constants: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
 
-
-_HIDDEN = (Part("hidden_size"),)
-_HEADS = (Part("heads", "TP"), Part("kv_heads", "TP", copied=True))
-_GDN_HEADS = (Part("gdn_key_heads", "TP"), Part("gdn_value_heads", "TP"))
-_EXPERTS = (Part("experts", "EP"),)
-
-
-def _column(*widths: str, axis: str = "TP", whole: tuple[Part, ...] = ()) -> Operator:
-    """A linear from the hidden size to widths that ranks share."""
-    return Operator(sums=_HIDDEN, grad_sums=tuple(Part(width, axis) for width in widths), whole=whole)
-
-
-def _row(width: str, axis: str = "TP", whole: tuple[Part, ...] = ()) -> Operator:
-    """A linear from a width that ranks share to the hidden size."""
-    return Operator(sums=(Part(width, axis),), grad_sums=_HIDDEN, whole=whole)
-
-
-OPERATORS: dict[str, Operator] = {
-    "attention": Operator(whole=_HEADS),
-    "gated_delta_rule": Operator(whole=_GDN_HEADS),
-    "lm_head": _column("vocab_size"),
-    "qkv_proj": _column("qkv_width", whole=_HEADS),
-    "o_proj": _row("q_width", whole=_HEADS),
-    "gate_up_proj": _column("intermediate_size"),
-    "down_proj": _row("intermediate_size"),
-    # a gate on attention's output, and Gated DeltaNet
-    "attn_gate_proj": _column("q_width"),
-    "gdn_qkv_proj": _column("gdn_key_width", "gdn_value_width", whole=_GDN_HEADS),
-    "gdn_z_proj": _column("gdn_value_width"),
-    "gdn_ba_proj": Operator(sums=_HIDDEN),
-    "gdn_out_proj": _row("gdn_value_width"),
-    # latent attention: the latent is whole on every rank
-    "q_a_proj": Operator(sums=_HIDDEN, grad_sums=(Part("q_lora_rank"),)),
-    "q_b_proj": Operator(sums=(Part("q_lora_rank"),), whole=(Part("heads", "TP"),)),
-    "kv_a_proj": Operator(sums=_HIDDEN),
-    "kv_b_key": Operator(sums=(Part("qk_nope_dim"),), grad_sums=(Part("kv_lora_rank"),)),
-    "kv_b_value": Operator(sums=(Part("kv_lora_rank"),), grad_sums=(Part("v_head_dim"),)),
-    # experts: EP shares them out, ETP shards each; the router and its gate are whole on every rank
-    "router_logits": Operator(sums=_HIDDEN),
-    "expert_gate_up": _column("expert_size", axis="ETP", whole=_EXPERTS),
-    "expert_down": _row("expert_size", axis="ETP", whole=_EXPERTS),
-    "shared_gate_up": _column("shared_size"),
-    "shared_down": _row("shared_size"),
-    "shared_gate_logit": Operator(sums=_HIDDEN),
-    "shared_gate_mul": Operator(),
-}
 
 FACTORS: dict[str, tuple[tuple[str, ...], str]] = {
     "q_width": (("heads",), "head_dim"),
@@ -150,11 +81,6 @@ CARRIED_BY = {"cublas": "torch", "cublaslt": "torch", "cudnn": "torch", "cutlass
 """Libraries that come inside another component, whose version then says theirs."""
 
 _KEPT_BY_MODE = {"paged_kv": ("kv_cache", "prefix_cache"), "recurrent": ("recurrent_state",)}
-_KEPT_BY_OP = {
-    "attention": ("kv_cache", "prefix_cache"),
-    "causal_conv1d": ("conv_state",),
-    "gated_delta_rule": ("recurrent_state",),
-}
 
 
 def kept_by(contract: Contract, case: Case) -> tuple[str, ...]:
@@ -163,7 +89,7 @@ def kept_by(contract: Contract, case: Case) -> tuple[str, ...]:
         return ()
     held = set(_KEPT_BY_MODE.get(case.state, (case.state,)))
     for op in contract.model.ops:
-        held |= set(_KEPT_BY_OP.get(op, ()))
+        held |= set(OPERATORS[op].keeps if op in OPERATORS else ())
     return tuple(sorted(held))
 
 

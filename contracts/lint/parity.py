@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from isoexec.contracts.lint import Found, rule
-from isoexec.contracts.lint_tables import entry
+from isoexec.contracts.lint.tables import entry
 from isoexec.contracts.parts import Binding, Tolerance
 from isoexec.contracts.schema import Contract
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from isoexec.contracts.digests import ZERO
 from isoexec.contracts.lint import Found, rule
-from isoexec.contracts.lint_tables import CARRIED_BY, entry, provider_entry, roles_of
+from isoexec.contracts.lint.tables import CARRIED_BY, entry, provider_entry, roles_of
 from isoexec.contracts.parts import ROLES
 from isoexec.contracts.schema import Contract
 

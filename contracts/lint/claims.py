@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from isoexec.contracts.lint import Found, rule
-from isoexec.contracts.lint_tables import kept_by, provider_entry
+from isoexec.contracts.lint.tables import kept_by, provider_entry
 from isoexec.contracts.parts import AXES, ROLES
 from isoexec.contracts.schema import Contract
 

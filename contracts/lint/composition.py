@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from isoexec.contracts.digests import ZERO
 from isoexec.contracts.lint import Found, rule
-from isoexec.contracts.lint_tables import entry, required_ops
+from isoexec.contracts.lint.tables import entry, required_ops
 from isoexec.contracts.schema import Contract
 
 

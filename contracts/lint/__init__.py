@@ -2,7 +2,7 @@
 """Checks what a contract means across its parts; each rule has an id that never changes its meaning.
 
 An `error` makes the contract unusable (`require_clean` refuses it), a `warning` is something a reader should know, a
-`note` something that could be said better. The rules themselves are in the `lint_...` modules beside this one.
+`note` something that could be said better. The rules themselves are in the other modules of this package.
 """
 
 from __future__ import annotations
@@ -134,11 +134,11 @@ def lint(
         for path, message, fix in one.check(contract)
     ]
     if store is not None:
-        from isoexec.contracts.lint_evidence import judged
+        from isoexec.contracts.lint.evidence import judged
 
         found += judged(contract, store, now, live)
     if document is not None:
-        from isoexec.contracts.lint_report import line_of
+        from isoexec.contracts.lint.report import line_of
 
         found = [replace(one, file=document.path, line=line_of(document, one.path)) for one in found]
     return sorted(found, key=lambda one: (one.rule, one.path, one.message))
@@ -158,14 +158,14 @@ def require_clean(contract: Contract, *, store: Store | None = None, now: float 
 def all_rules() -> Mapping[str, Rule]:
     """Return every rule by id, in order."""
     # the rules register themselves; imported here because they need `rule` and `words` from this module
-    from isoexec.contracts import (  # noqa: F401
-        lint_claims,
-        lint_composition,
-        lint_evidence,
-        lint_fit,
-        lint_parity,
-        lint_providers,
-        lint_report,
+    from isoexec.contracts.lint import (  # noqa: F401
+        claims,
+        composition,
+        evidence,
+        fit,
+        parity,
+        providers,
+        report,
     )
 
     return dict(sorted(RULES.items()))

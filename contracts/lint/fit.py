@@ -7,19 +7,17 @@ import math
 from collections.abc import Iterator
 
 from isoexec.contracts.lint import Found, rule
-from isoexec.contracts.lint_tables import (
+from isoexec.contracts.lint.tables import (
     FACTORS,
     FUNCTIONS,
-    OPERATORS,
     ROPE_OPS,
     Computes,
-    Operator,
-    Part,
     constant,
     degrees,
     entry,
     roles_of,
 )
+from isoexec.contracts.operators import OPERATORS, Operator, Part
 from isoexec.contracts.parts import Binding, Constraint, derived_widths
 from isoexec.contracts.schema import Contract
 
