@@ -33,7 +33,7 @@ library.define = _on_cpu_too
 from isoexec.kernels.linear.hopper import cublaslt, kernel, table  # noqa: E402
 
 TILE = kernel.Tile(kind="pointers", rows=16, columns=32, depth=64, warps=4, stages=2)
-BLOCK = 16
+BLOCK = 32
 WEIGHTS = ((32, 64), (64, 128))
 SMALL: dict[str, dict[str, Any]] = {
     "rms_norm": {
@@ -46,7 +46,7 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "silu_mul": {"WIDTHS": (40,), "PLANTED": (16, 512), "ROWS": 9, "SOME": 9},
     "rope": {"SHAPES": ((8, 16, 1e6),), "PLANTED": 4, "ROWS": 9, "SOME": 9},
-    "logprobs": {"VOCABULARIES": (320,), "PLANTED": 64, "ROWS": 9, "SOME": 9},
+    "logprobs": {"VOCABULARIES": (320,), "PLANTED": 256, "ROWS": 9, "SOME": 9},
     "linear": {"ROWS": (1, 2, 16, 17), "MOST": 20, "SOME": 9, "PLANTED": (16, 32, 256), "TILED": (64, 128)},
 }
 CONSTANTS: dict[str, dict[str, Any]] = {
