@@ -8,19 +8,18 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from isoexec.contracts.canonical import encode, normal
-from isoexec.contracts.errors import HandshakeError
 from isoexec.contracts.identities import IDENTITIES, identities_of, identity_of_field
 from isoexec.contracts.schema import Contract
 
 __all__ = [
     "ABSENT",
     "Difference",
+    "counted",
     "diff",
     "diff_dicts",
     "disagreements",
     "one_line",
     "render",
-    "require_agreement",
 ]
 
 ABSENT = "(absent)"
@@ -102,24 +101,11 @@ def disagreements(a: Mapping[str, object] | None, b: Mapping[str, object] | None
     return [one for one in diff_dicts(a, b) if one.identity != "deployment"]
 
 
-def require_agreement(
-    a: Mapping[str, object] | None, b: Mapping[str, object] | None, *, names: tuple[str, str]
-) -> None:
-    """Raise HandshakeError naming every field in which the contracts of two processes, called `names`, disagree."""
-    found = disagreements(a, b)
-    if found:
-        left, right = names
-        raise HandshakeError(
-            [one.line(left, right) for one in found],
-            f"{left} holds another contract than {right}: {_counted(found)}",
-        )
-
-
 def one_line(differences: Sequence[Difference], a: str = "a", b: str = "b", *, limit: int = 8) -> str:
     """Return the differences as one line for a message, `limit` of them written out."""
     shown = "; ".join(one.line(a, b) for one in differences[:limit])
     more = f"; and {len(differences) - limit} more" if len(differences) > limit else ""
-    return f"{_counted(differences)}: {shown}{more}"
+    return f"{counted(differences)}: {shown}{more}"
 
 
 def render(differences: Sequence[Difference], a: str = "a", b: str = "b") -> str:
@@ -130,12 +116,13 @@ def render(differences: Sequence[Difference], a: str = "a", b: str = "b") -> str
     for identity in IDENTITIES:
         here = [one for one in differences if one.identity == identity]
         if here:
-            lines.append(f"{_MEANING[identity]} ({_counted(here)})")
+            lines.append(f"{_MEANING[identity]} ({counted(here)})")
             lines += [f"  {one.line(a, b)}" for one in here]
     return "\n".join(lines)
 
 
-def _counted(differences: Sequence[Difference]) -> str:
+def counted(differences: Sequence[Difference]) -> str:
+    """Return how many fields differ, in words."""
     return f"{len(differences)} field{'s differ' if len(differences) != 1 else ' differs'}"
 
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from isoexec.contracts.diff import disagreements, require_agreement
-from isoexec.contracts.errors import ContractError
+from isoexec.contracts.diff import counted, disagreements
+from isoexec.contracts.errors import ContractError, HandshakeError
 from isoexec.contracts.identities import identities_of
 from isoexec.contracts.schema import Contract
 from isoexec.probes.client import ProbeSettings
@@ -27,10 +27,11 @@ SAME: Any = object()
 class ContractNow:
     """A contract in force (canonical dict, None without one), the one said at hello, and why the file cannot be read.
 
-    ``who`` names what holds it, as in "the worker of rank 1".
+    ``what`` says what is wrong where they differ, ``side`` what holds the one in force, as in "the worker of rank 1".
     """
 
-    who: str
+    what: str
+    side: str
     said: Mapping[str, Any] | None
     found: Mapping[str, Any] | None
     error: ContractError | None = None
@@ -56,7 +57,10 @@ class ContractNow:
         """Raise ContractError where the file cannot be read, HandshakeError with every field that differs from hello's."""
         if self.error is not None:
             raise self.error
-        require_agreement(self.found, self.said, names=(self.who, "this process's hello"))
+        found = disagreements(self.found, self.said)
+        if found:
+            lines = [one.line(self.side, "the hello") for one in found]
+            raise HandshakeError(lines, f"{self.what}: {counted(found)}")
 
 
 def contract_now(
@@ -73,12 +77,14 @@ def contract_now(
     if installed is not SAME:
         found = installed.to_dict() if isinstance(installed, Contract) else installed
         if disagreements(found, said):
-            return ContractNow(who=who, said=said, found=found)
-    if said is None or settings.contract_path is None:
-        return ContractNow(who=who, said=said, found=said)
+            what = f"{who} holds another contract than this process greeted the daemon with"
+            return ContractNow(what=what, side=who, said=said, found=found)
     path = settings.contract_path
+    what = f"{path} was edited since this process greeted the daemon"
+    if said is None or path is None:
+        return ContractNow(what=what, side=who, said=said, found=said)
     try:
         today = Contract.load(path).to_dict()
     except ContractError as error:
-        return ContractNow(who=str(path), said=said, found=None, error=error)
-    return ContractNow(who=f"{path}, edited since", said=said, found=today)
+        return ContractNow(what=what, side="the file", said=said, found=None, error=error)
+    return ContractNow(what=what, side="the file", said=said, found=today)

@@ -18,9 +18,8 @@ from isoexec.contracts.diff import (
     disagreements,
     one_line,
     render,
-    require_agreement,
 )
-from isoexec.contracts.errors import ContractError, HandshakeError
+from isoexec.contracts.errors import ContractError
 from isoexec.contracts.schema import Contract
 
 BASE = Contract.load(Path(__file__).parent / "vectors" / "contract.yaml")
@@ -145,17 +144,6 @@ def test_what_keeps_two_processes_apart_leaves_deployment_out() -> None:
         ABSENT,
         f"vector, numerical_policy {BASE.numerical_policy}",
     )
-
-
-def test_an_agreement_is_required_in_the_words_of_the_sides() -> None:
-    require_agreement(BASE.to_dict(), BASE.to_dict(), names=("worker", "driver"))
-    other = changed(lambda data: region(data, "logprobs")["constants"].update(vocab_leaves=16))
-    with pytest.raises(HandshakeError) as caught:
-        require_agreement(other, BASE.to_dict(), names=("the worker", "the driver"))
-    assert str(caught.value).splitlines() == [
-        "the worker holds another contract than the driver: 1 field differs",
-        "  composition[logprobs].constants.vocab_leaves: the worker has 16, the driver has 8",
-    ]
 
 
 def test_one_line_names_so_many_fields_and_counts_the_others() -> None:

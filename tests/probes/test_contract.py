@@ -66,12 +66,10 @@ def test_a_file_edited_between_two_syncs_is_attested_and_refused_by_its_fields(
     assert (found.contract, found.identities) == (today.to_dict(), today.identities.to_dict())
     with pytest.raises(HandshakeError) as caught:
         contract_now(job).require()
-    assert "contract.yaml, edited since holds another contract than this process's hello: 1 field" in str(
+    assert "contract.yaml was edited since this process greeted the daemon: 1 field differs" in str(
         caught.value
     )
-    assert f"{FIELD}: {job.contract_path}, edited since has 64, this process's hello has 32" in str(
-        caught.value
-    )
+    assert f"{FIELD}: the file has 64, the hello has 32" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +91,7 @@ def test_what_a_worker_installed_counts_more_than_the_file(job: ProbeSettings) -
     other = Contract.from_dict(dict(Contract.load(library("qwen3-dense-cpu")).to_dict(), arch="sm90"))
     now = contract_now(job, other, who="the worker of rank 1")
     assert now.changed == other.to_dict()
-    with pytest.raises(
-        HandshakeError, match="arch: the worker of rank 1 has sm90, this process's hello has cpu"
-    ):
+    with pytest.raises(HandshakeError, match="arch: the worker of rank 1 has sm90, the hello has cpu"):
         now.require()
     none = contract_now(job, None, who="the worker of rank 1")
     assert (none.identities, none.changed) == (None, None)

@@ -78,8 +78,8 @@ def test_a_contract_edited_between_two_syncs_stops_the_trainer_and_the_run_by_it
         return {"said": said}
 
     (found,) = launch(train)
-    assert "edited since holds another contract than this process's hello: 1 field differs" in found["said"]
-    assert f"{FIELD}: {path}, edited since has 64, this process's hello has 32" in found["said"]
+    assert "contract.yaml was edited since this process greeted the daemon: 1 field differs" in found["said"]
+    assert f"{FIELD}: the file has 64, the hello has 32" in found["said"]
     deadline = time.monotonic() + 30
     while (marker := HaltMarker.read(StateDirectory(daemon).run("edited").path)) is None:
         assert time.monotonic() < deadline, "no halt within 30 s"
