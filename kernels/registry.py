@@ -153,6 +153,12 @@ _ALL = (
         fixed=(("query_tile", QUERY_TILE),),
         free=("kv_segment",),
     ),
+    Function(
+        id="attention.mma_segments",
+        version=1,
+        kernels=(_sm90("attention", "Plan", "attention", "plan"),),
+        free=("kv_segment",),
+    ),
     Function(id="silu_mul.exp", version=1, kernels=(_cpu("silu_mul", "silu_mul"),)),
     Function(id="silu_mul.poly", version=1, kernels=(_sm90("silu_mul", "silu_mul"),)),
     Function(

@@ -45,6 +45,7 @@ SM90: dict[str, dict[str, Any]] = {
     "rms_norm.pairs/1": {"reduce": "pair_tree", "accumulate": "float32"},
     "linear.mma_chain/1": {"step": 16, "accumulate": "float32", "boundary": "model"},
     "rope.neox_fp32/1": {"table": "float64_to_float32", "length": 8192},
+    "attention.mma_segments/1": {"kv_segment": 4096},
     "silu_mul.poly/1": {},
     "logprobs.blocks/1": {"block": 4096, "vocab_leaves": 8},
 }
