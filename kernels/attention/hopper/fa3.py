@@ -39,12 +39,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "BUILDS",
     "FEWEST",
     "HEAD_DIMS",
     "PAST",
     "Identity",
     "LibraryMissingError",
     "Path3",
+    "UncertifiedLibraryError",
+    "admit",
     "call",
     "identity",
     "load",
@@ -59,6 +62,9 @@ FEWEST = {
 }  # rows claimed at least; one row would leave the causal path, few rows of 64 its block
 PAST: dict[int, Path3] = {64: "spread", 128: "window", 256: "plain"}
 WHERE = "ISOEXEC_FA3"
+BUILDS = {  # certified by the gate, file digest by file digest
+    "sha256:af90d0e144bddb52b4b790fe1e01c08d019d53021f5efbfcc245ec8b439258f2": "vLLM 0.25.1, CUDA 13.0",
+}
 _FILE = "_vllm_fa3_C.abi3.so"
 _NEVER = 1 << 20  # a window no sequence reaches
 
@@ -72,6 +78,20 @@ class LibraryMissingError(IsoExecError):
 
     def __str__(self) -> str:
         return f"FlashAttention-3 is not here: {self.reason}. Install vLLM for CUDA 13, or name its {_FILE} in {WHERE}"
+
+
+class UncertifiedLibraryError(IsoExecError):
+    """FlashAttention-3 is here, and no evidence says what bits this build gives: `build` of `path`."""
+
+    def __init__(self, build: str, path: Path) -> None:
+        self.build, self.path = build, path
+        super().__init__(build, path)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path} is {self.build}, wanted one of the certified builds {sorted(BUILDS.values())}. Install one of them, or "
+            "certify this one: fa3.admit(build) for one process, the gate of attention.mma_segments/1, then a line in fa3.BUILDS"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +129,25 @@ def _find() -> Path:
     )
 
 
+_admitted: set[str] = set()
+
+
+def admit(build: str) -> None:
+    """Let this process compute with a build that is not certified, to certify it."""
+    _admitted.add(build)
+
+
+@cache
+def _build(path: Path) -> str:
+    return "sha256:" + sha256(path.read_bytes()).hexdigest()
+
+
 @cache
 def load() -> Any:
-    """The library's forward as a torch op. Raises `LibraryMissingError`."""
+    """The library's forward as a torch op. Raises `LibraryMissingError`, and `UncertifiedLibraryError` for another build."""
     path = _find()
+    if _build(path) not in BUILDS.keys() | _admitted:
+        raise UncertifiedLibraryError(_build(path), path)
     try:
         torch.ops.load_library(str(path))
         return torch.ops._vllm_fa3_C.fwd.default
@@ -133,7 +168,7 @@ def identity() -> Identity:
         distribution = "unknown"
     return Identity(
         version=distribution,
-        build="sha256:" + sha256(path.read_bytes()).hexdigest(),
+        build=_build(path),
         torch=torch.__version__,
     )
 

@@ -161,11 +161,14 @@ def merge_kernel(
     pl_head: tl.tensor,
     out_row: tl.tensor,
     out_head: tl.tensor,
+    part_total: tl.tensor,
     SLOTS: tl.constexpr,
     D: tl.constexpr,
     HEADS: tl.constexpr,
     SEPARATE: tl.constexpr,
     SINK: tl.constexpr,
+    TOTALS: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ) -> None:
     t = tl.program_id(0).to(tl.int64)
     last = (tl.load(position + t) // kv_segment).to(tl.int32)
@@ -193,6 +196,9 @@ def merge_kernel(
             live = j < count
             lj = tl.load(part_l + j * pl_slot, mask=some & live, other=0.0)
             oj = tl.load(part + j * part_slot, mask=(some & live)[:, None], other=0.0).to(tl.float32)
+            if TOTALS:
+                tj = tl.load(part_total + h * pl_head + t + j * pl_slot, mask=some & live, other=1.0)
+                oj = (oj * _unary(tj, "rcp", HARDWARE)[:, None]).to(tl.bfloat16).to(tl.float32)
             acc, total = _merged(oj, exp(lj - top), acc, total, live)
         if SEPARATE:
             mine = tl.load(
@@ -204,7 +210,10 @@ def merge_kernel(
         y = tl.div_rn(acc, tl.broadcast_to(total[:, None], (HEADS, D))).to(tl.bfloat16)
         if not SEPARATE and not SINK:
             alone = tl.load(part, mask=some[:, None], other=0.0)
-            y = tl.where(last == 0, alone, y)
+            if TOTALS:
+                tj = tl.load(part_total + h * pl_head + t, mask=some, other=1.0)
+                alone = alone * _unary(tj, "rcp", HARDWARE)[:, None]
+            y = tl.where(last == 0, alone.to(tl.bfloat16), y)
         tl.store(out + t * out_row + h[:, None] * out_head + d[None, :], y, mask=some[:, None])
 
 
@@ -334,12 +343,14 @@ def launch_merge(
     out: Tensor,
     *,
     kv_segment: int,
+    totals: Tensor | None = None,
+    hardware: bool = True,
 ) -> None:
     """Merge each row's segments into `out [T, H, D]`.
 
     With `own [T, H, D]` and `own_lse [H, T]`, `parts [n, T, H, D]` and `part_lse [n, H, T]` hold the segments before a row's
     own, and `out` must be `own` itself: rows in their first segment are not touched, unless there are sinks. Without `own`,
-    part j is segment j.
+    part j is segment j. With `totals`, laid out as `part_lse`, the parts are fp32 and still to be divided by them.
     """
     T, H, D = out.shape
     if not T:
@@ -362,11 +373,14 @@ def launch_merge(
         *(a.stride(0), a.stride(1), b.stride(0)),
         *(parts.stride(0), parts.stride(1), parts.stride(2), part_lse.stride(0), part_lse.stride(1)),
         *(out.stride(0), out.stride(1)),
+        part_lse if totals is None else totals,
         SLOTS=len(parts),
         D=D,
         HEADS=heads,
         SEPARATE=separate,
         SINK=sinks is not None,
+        TOTALS=totals is not None,
+        HARDWARE=hardware,
         num_warps=4,
         enable_fp_fusion=False,
     )

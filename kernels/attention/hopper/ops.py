@@ -7,7 +7,9 @@ hold both `fill` and the op: what changes from step to step is in tensors, what 
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,10 +24,13 @@ from isoexec.kernels.attention.hopper.kernel import (
     launch_tables,
 )
 from isoexec.kernels.attention.hopper.naive import BLOCK
+from isoexec.kernels.attention.hopper.split import MOST_GROUP, Tuning, launch_split
 from isoexec.kernels.domain import require
 from isoexec.kernels.hopper.library import define
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
 __all__ = ["Plan", "attention", "plan"]
@@ -34,6 +39,16 @@ MOST_SEGMENTS = 32
 _FOLD_ROWS = (
     4096  # query rows up to which all past segments share one call over copies of the queries; free of bits
 )
+
+FEW_PROGRAMS = 32  # entries times KV heads up to which decode is split by keys and columns
+_SPLIT = Tuning(columns=32, warps=4, stages=9, score_blocks=4, score_warps=4, score_stages=5, ahead=4)
+SPLIT = dict.fromkeys(BLOCK, _SPLIT)
+
+
+def split_for(entries: int, kv_heads: int, group: int, head_dim: int) -> Tuning | None:
+    """How few decode entries are split, or None where the library serves them; both have the same bits."""
+    few = entries * kv_heads <= FEW_PROGRAMS and group <= MOST_GROUP
+    return SPLIT[head_dim] if few else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +171,16 @@ def plan(
     )
 
 
+SIDE_STREAMS = (
+    1  # on which past segments are computed beside the own ones, so that one call fills the other's last wave
+)
+
+
+@cache
+def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
+    return tuple(torch.cuda.Stream(device) for _ in range(SIDE_STREAMS if device.type == "cuda" else 0))
+
+
 def _attention(
     q: Tensor,
     k: Tensor,
@@ -226,8 +251,44 @@ def _attention(
             out=out,
         )
 
+    streams, main = _side_streams(q.device), torch.cuda.current_stream() if q.is_cuda else None
+
+    @contextmanager
+    def beside(j: int) -> Iterator[None]:
+        if main is None or not streams:
+            yield
+            return
+        with torch.cuda.stream((main, *streams)[(j + 1) % (len(streams) + 1)]):
+            yield
+
+    def fork() -> None:
+        for stream in streams if main is not None else ():
+            stream.wait_stream(main)
+
+    def join() -> None:
+        for stream in streams if main is not None else ():
+            main.wait_stream(stream)
+
     if single:
         n = (own.shape[1] - 1) // requests
+        tuning = split_for(own.shape[1] - 1, k.shape[-2], H // k.shape[-2], D)
+        if tuning is not None:
+            parts, totals, lse = launch_split(
+                q, k, v, own, own_pages, kv_segment=kv_segment, scale=scale, tuning=tuning
+            )
+            out = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
+            launch_merge(
+                None,
+                None,
+                parts.view(n, T, H, D),
+                lse.view(H, n, T).transpose(0, 1),
+                position,
+                sinks,
+                out,
+                kv_segment=kv_segment,
+                totals=totals.view(H, n, T).transpose(0, 1),
+            )
+            return out
         parts, lse = attend(q if n == 1 else q.repeat(n, 1, 1), own, own_pages, "causal", 1)
         if n == 1 and sinks is None:
             return parts
@@ -236,8 +297,10 @@ def _attention(
         launch_merge(None, None, parts.view(n, T, H, D), slots, position, sinks, out, kv_segment=kv_segment)
         return out
     out = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
-    _, own_lse = attend(q, own, own_pages, "causal", min(most_rows, kv_segment), out)
     n = (past.shape[1] - 1) // requests if past.numel() else 0
+    if n and not folded:
+        fork()
+    _, own_lse = attend(q, own, own_pages, "causal", min(most_rows, kv_segment), out)
     if n == 0 and sinks is None:
         return out
     if n == 0:
@@ -254,11 +317,10 @@ def _attention(
         for j in range(n):
             of = slice(j * requests, (j + 1) * requests)
             table = past[:, of.start : of.stop + 1]
-            found.append(
-                attend(
-                    q, table, None if past_pages is None else past_pages[of], fa3.PAST[D], most_rows, parts[j]
-                )[1]
-            )
+            some = None if past_pages is None else past_pages[of]
+            with beside(j):
+                found.append(attend(q, table, some, fa3.PAST[D], most_rows, parts[j])[1])
+        join()
         slots = torch.stack(found)
     launch_merge(out, own_lse, parts, slots, position, sinks, out, kv_segment=kv_segment)
     return out

@@ -9,7 +9,7 @@ from typing import Any
 
 from compiled import compiled
 
-from isoexec.kernels.attention.hopper import kernel
+from isoexec.kernels.attention.hopper import kernel, split
 from isoexec.kernels.attention.hopper.naive import BLOCK
 
 
@@ -17,16 +17,55 @@ def main() -> None:
     b, f, i = "*bf16", "*fp32", "*i32"
     plain = {"enable_fp_fusion": False, "num_warps": 4}
     results: dict[str, Any] = {}
-    sizes = ("R", "n", "visible", "q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "o_row", "o_head", "l_head")
-    types = {"q": b, "k": b, "v": b, "out": b, "lse": f, "c": "fp32", "c_ln2": "fp32", **dict.fromkeys(sizes, "i32")}
+    sizes = (
+        "R",
+        "n",
+        "visible",
+        "q_row",
+        "q_head",
+        "k_row",
+        "k_head",
+        "v_row",
+        "v_head",
+        "o_row",
+        "o_head",
+        "l_head",
+    )
+    types = {
+        "q": b,
+        "k": b,
+        "v": b,
+        "out": b,
+        "lse": f,
+        "c": "fp32",
+        "c_ln2": "fp32",
+        **dict.fromkeys(sizes, "i32"),
+    }
     for D, keys in BLOCK.items():
-        cut = {"GROUP": 4, "D": D, "KEYS": keys, "WIDTH": 128, "ROWS": 16, "HARDWARE": True, "ASCENDING": False}
+        cut = {
+            "GROUP": 4,
+            "D": D,
+            "KEYS": keys,
+            "WIDTH": 128,
+            "ROWS": 16,
+            "HARDWARE": True,
+            "ASCENDING": False,
+        }
         results[f"segment {D}"] = compiled(kernel.segment_kernel, types, cut, num_stages=2, **plain)
     sizes = (
         *("kv_segment", "heads", "own_row", "own_head", "ol_head", "part_slot", "part_row", "part_head"),
         *("pl_slot", "pl_head", "out_row", "out_head"),
     )
-    types = {"own": b, "own_lse": f, "parts": b, "part_lse": f, "position": i, "sinks": f, "out": b}
+    types = {
+        "own": b,
+        "own_lse": f,
+        "parts": b,
+        "part_lse": f,
+        "position": i,
+        "sinks": f,
+        "out": b,
+        "part_total": f,
+    }
     types |= dict.fromkeys(sizes, "i32")
     for name, slots, heads, separate, sink in (
         ("prefill", 7, 32, True, False),
@@ -34,7 +73,27 @@ def main() -> None:
         ("decode, 32 segments and sinks", 32, 4, False, True),
     ):
         cut = {"SLOTS": slots, "D": 128, "HEADS": heads, "SEPARATE": separate, "SINK": sink}
+        cut |= {"TOTALS": name == "decode", "HARDWARE": True}
         results[f"merge {name}"] = compiled(kernel.merge_kernel, types, cut, **plain)
+    sizes = ("B", "tokens", "rows", "t_row", "p_row", "q_row", "q_head", "k_page", "k_row", "k_head")
+    types = {
+        "q": b,
+        "k": b,
+        "v": b,
+        "table": i,
+        "pages": i,
+        "scores": f,
+        "tops": f,
+        "out": f,
+        "total": f,
+        "lse": f,
+    }
+    types |= {"c": "fp32", "c_ln2": "fp32", **dict.fromkeys((*sizes, "v_page", "v_row", "v_head"), "i32")}
+    for D, keys in BLOCK.items():
+        cut = {"KV": 8, "GROUP": 4, "D": D, "KEYS": keys, "WIDTH": 128, "BLOCKS": 64, "PAGE": 16}
+        results[f"split scores {D}"] = compiled(split.scores_kernel, types, cut, **plain)
+        cut |= {"COLUMNS": 32, "HARDWARE": True}
+        results[f"split values {D}"] = compiled(split.values_kernel, types, cut, num_stages=3, **plain)
     types = {"q_start": i, "lengths": i, "k_start": i, "blocks": i, "table": i, "pages": i}
     types |= dict.fromkeys(("B", "entries", "tokens", "kv_segment", "width", "b_row", "t_row"), "i32")
     for kind in (kernel.OWN, kernel.PAST, kernel.SINGLE):

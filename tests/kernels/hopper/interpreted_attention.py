@@ -19,7 +19,7 @@ from interpreted import differing, other, poisoned, rand, same
 from torch import Tensor
 from triton.runtime import interpreter
 
-from isoexec.kernels.attention.hopper import fa3, kernel, naive
+from isoexec.kernels.attention.hopper import fa3, kernel, naive, split
 from isoexec.kernels.attention.hopper.ops import Plan, _attention, plan
 from isoexec.kernels.domain import DomainError
 
@@ -325,6 +325,55 @@ def decode_prefill_and_chunks_through_pages_have_the_bits_of_the_packed_batch() 
                 same(got, want[index], of)
                 got, index = cache.rows(of, sinks, most_keys=6 * S, folded=False)
                 same(got, want[index], (of, "larger bounds, a call a segment"))
+
+
+@check
+def decode_split_by_keys_and_columns_has_the_bits_of_the_packed_batch() -> None:
+    cache = Cache()
+    want = cache.whole()
+    of = [(0, 3 * S + 4), (0, 2 * S), (0, S - 1), (1, 6), (3, S)]
+    index = torch.tensor([STARTS[b] + p for b, p in of])
+    for paged in (True, False):
+        step = plan(
+            requests=len(of),
+            tokens=len(of),
+            most_rows=1,
+            most_keys=5 * S,
+            kv_segment=S,
+            page=PAGE if paged else 0,
+            device="cpu",
+        )
+        blocks, starts = cache.blocks[[b for b, _ in of]], ints([STARTS[b] for b, _ in of])
+        step.fill(
+            ints(range(len(of) + 1)),
+            ints([p + 1 for _, p in of]),
+            **({"blocks": blocks} if paged else {"k_start": starts}),
+        )
+        k, v = (cache.keys, cache.values) if paged else (cache.k, cache.v)
+        parts, totals, lse = split.launch_split(
+            cache.q[index],
+            *(k, v, step.own, step.own_pages),
+            kv_segment=S,
+            scale=SCALE,
+            tuning=split.Tuning(
+                columns=32, warps=4, stages=3, score_blocks=2, score_warps=4, score_stages=3, ahead=2
+            ),
+            hardware=False,
+        )
+        out, n = poisoned(len(of), 2, D), len(parts) // len(of)
+        kernel.launch_merge(
+            None,
+            None,
+            parts.view(n, len(of), 2, D),
+            lse.view(2, n, -1).transpose(0, 1),
+            cache.position[index],
+            None,
+            out,
+            kv_segment=S,
+            totals=totals.view(2, n, -1).transpose(0, 1),
+            hardware=False,
+        )
+        same(out, want[index], paged)
 
 
 @check

@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode of few requests with the segments' bits: keys in parallel for the scores, columns in parallel for the values.
+
+A segment is one chain, so the library gives it to one multiprocessor per KV head, and few requests leave most of them idle.
+But only three things of the chain are serial: a running maximum, which is exact in any order, the sum of the weights, and
+each column's own products. So one kernel takes the scores of every block and their maxima, a second all weights, and then
+one walks the chain of products for a few columns in each program while another adds the weights up. Free of bits: `Tuning`.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from isoexec.kernels.attention.hopper.kernel import _LN2, _unary
+from isoexec.kernels.attention.hopper.naive import BLOCK, constants
+from isoexec.kernels.hopper.arithmetic import power_of_two
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+__all__ = ["MOST_GROUP", "Tuning", "aside", "launch_split"]
+
+MOST_GROUP = 16  # query heads a KV head
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """Free of bits: columns a program of the values takes, blocks one of the scores, blocks the sums read at a time."""
+
+    columns: int
+    warps: int
+    stages: int
+    score_blocks: int
+    score_warps: int
+    score_stages: int
+    ahead: int
+
+
+@cache
+def _side(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def aside(device: torch.device) -> Iterator[Callable[[], None]]:
+    """Run what is inside on a side stream, after what was asked for until now; what it yields waits for it."""
+    if device.type != "cuda":
+        yield lambda: None
+        return
+    main, side = torch.cuda.current_stream(device), _side(device)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        yield lambda: main.wait_stream(side)
+
+
+@triton.jit(do_not_specialize=["B", "tokens", "BLOCKS"])
+def scores_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    table: tl.tensor,
+    pages: tl.tensor,
+    scores: tl.tensor,
+    tops: tl.tensor,
+    B: tl.tensor,
+    tokens: tl.tensor,
+    t_row: tl.tensor,
+    p_row: tl.tensor,
+    q_row: tl.tensor,
+    q_head: tl.tensor,
+    k_page: tl.tensor,
+    k_row: tl.tensor,
+    k_head: tl.tensor,
+    KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.tensor,
+    PAGE: tl.constexpr,
+    PER: tl.constexpr,
+) -> None:
+    at = tl.program_id(1)
+    e = at // KV
+    kv = at % KV
+    used = tl.load(table + 2 * t_row + e)
+    begin = tl.program_id(0) * PER
+    if begin * KEYS < used:
+        row = (tl.load(table + e) - (e // B) * tokens).to(tl.int64)
+        base = tl.load(table + 3 * t_row + e)
+        g = tl.arange(0, 16)
+        d = tl.arange(0, D)
+        col = tl.arange(0, WIDTH)
+        some = g < GROUP
+        x = tl.load(
+            q + row * q_row + (kv * GROUP + g)[:, None] * q_head + d[None, :], mask=some[:, None], other=0.0
+        )
+        for u in range(PER):
+            i = begin + u
+            key = i * KEYS + col
+            real = (col < KEYS) & (key < used)
+            if PAGE == 0:
+                place = (base + key).to(tl.int64) * k_row
+            else:
+                slot = key // PAGE
+                page = tl.load(pages + e.to(tl.int64) * p_row + slot, mask=slot < p_row, other=0).to(tl.int64)
+                place = page * k_page + (key % PAGE) * k_row
+            y = tl.load(k + place[None, :] + kv * k_head + d[:, None], mask=real[None, :], other=0.0)
+            s = tl.dot(x, y, tl.zeros([16, WIDTH], tl.float32))
+            s = tl.where(real[None, :], s, float("-inf"))
+            block = (at * BLOCKS + i).to(tl.int64)
+            written = some[:, None] & ((col < KEYS) & (col * 0 + i * KEYS < used))[None, :]
+            tl.store(scores + (block * GROUP + g)[:, None] * KEYS + col[None, :], s, mask=written)
+            tl.store(tops + block * GROUP + g, tl.max(s, axis=1), mask=some & (g * 0 + i * KEYS < used))
+
+
+@triton.jit(do_not_specialize=["BLOCKS"])
+def weights_kernel(
+    table: tl.tensor,
+    scores: tl.tensor,
+    tops: tl.tensor,
+    weights: tl.tensor,
+    ordered: tl.tensor,
+    fades: tl.tensor,
+    pages: tl.tensor,
+    lies: tl.tensor,
+    c: tl.tensor,
+    t_row: tl.tensor,
+    p_row: tl.tensor,
+    KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHAINS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.tensor,
+    MOST: tl.constexpr,
+    PAGE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+) -> None:
+    i = tl.program_id(0)
+    at = tl.program_id(1)
+    e = at // KV
+    used = tl.load(table + 2 * t_row + e)
+    if i * KEYS < used:
+        g = tl.arange(0, 16)
+        col = tl.arange(0, WIDTH)
+        some = g < GROUP
+        first = (at * BLOCKS).to(tl.int64)
+        if at % KV == 0:  # where the values of each key lie, for every KV head; beyond the last key anywhere
+            key = i * KEYS + col
+            if PAGE == 0:
+                place = tl.load(table + 3 * t_row + e) + key
+            else:
+                slot = key // PAGE
+                page = tl.load(pages + e.to(tl.int64) * p_row + slot, mask=slot < p_row, other=0)
+                place = page * PAGE + key % PAGE
+            place = tl.where((col < KEYS) & (key < used), place, 0)
+            tl.store(lies + ((e * BLOCKS).to(tl.int64) + i) * WIDTH + col, place)
+        # the chain has come from the last block to this one
+        every = tl.arange(0, MOST)
+        past = (every > i) & (every * KEYS < used)
+        top = tl.load(tops + (first + i) * GROUP + g, mask=some, other=float("-inf"))
+        later = tl.load(
+            tops + (first + every)[:, None] * GROUP + g[None, :],
+            mask=past[:, None] & some[None, :],
+            other=float("-inf"),
+        )
+        m = tl.max(later, axis=0)
+        high = tl.maximum(m, top)
+        base = tl.where(high == float("-inf"), 0.0, high)
+        tl.store(fades + (first + i) * 16 + g, _unary((m - base) * c, "ex2", HARDWARE))
+        s = tl.load(
+            scores + ((first + i) * GROUP + g)[:, None] * KEYS + col[None, :],
+            mask=some[:, None] & (col < KEYS)[None, :],
+            other=float("-inf"),
+        )
+        cs = tl.full([16, WIDTH], 1.0, tl.float32) * c
+        p = _unary(tl.fma(s, cs, tl.zeros([16, WIDTH], tl.float32) - (base * c)[:, None]), "ex2", HARDWARE)
+        tl.store(weights + ((first + i) * 16 + g)[:, None] * WIDTH + col[None, :], p.to(tl.bfloat16))
+        # [order of a lane's additions, head of the group and lane]
+        order = (col // 8) * 2 + col % 2
+        chain = g[:, None] * 4 + ((col // 2) % 4)[None, :]
+        tl.store(
+            ordered + ((first + i) * (KEYS // 4) + order[None, :]) * CHAINS + chain,
+            p,
+            mask=some[:, None] & (col < KEYS)[None, :],
+        )
+
+
+@triton.jit(do_not_specialize=["rows", "BLOCKS"])
+def sums_kernel(
+    table: tl.tensor,
+    ordered: tl.tensor,
+    fades: tl.tensor,
+    tops: tl.tensor,
+    total: tl.tensor,
+    lse: tl.tensor,
+    c_ln2: tl.tensor,
+    rows: tl.tensor,
+    t_row: tl.tensor,
+    KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHAINS: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCKS: tl.tensor,
+    MOST: tl.constexpr,
+    AHEAD: tl.constexpr,
+    HARDWARE: tl.constexpr,
+) -> None:
+    """The weights of every row added in each lane's order, `AHEAD` blocks read at a time, and what comes of the sums."""
+    at = tl.program_id(0)
+    e = at // KV
+    kv = at % KV
+    used = tl.load(table + 2 * t_row + e)
+    if used > 0:
+        row = tl.load(table + e).to(tl.int64)
+        blocks = tl.cdiv(used, KEYS)
+        chain = tl.arange(0, CHAINS)
+        some = chain // 4 < GROUP
+        first = (at * BLOCKS).to(tl.int64)
+        lanes = tl.zeros([CHAINS], tl.float32)
+        for several in range(tl.cdiv(blocks, AHEAD)):
+            for one in tl.static_range(AHEAD):
+                i = blocks - 1 - AHEAD * several - one
+                live = some & (chain * 0 + i >= 0)  # before the first block: nothing fades, nothing is added
+                r = tl.load(fades + (first + i) * 16 + chain // 4, mask=live, other=1.0)
+                for a in tl.static_range(KEYS // 4):
+                    p = tl.load(
+                        ordered + ((first + i) * (KEYS // 4) + a) * CHAINS + chain, mask=live, other=0.0
+                    )
+                    lanes = tl.fma(lanes, r, p) if a == 0 else lanes + p
+        each = tl.reshape(lanes, (CHAINS // 4, 4))
+        lane = tl.arange(0, 4)[None, :]
+        l0 = tl.sum(tl.where(lane == 0, each, 0.0), axis=1)
+        l1 = tl.sum(tl.where(lane == 1, each, 0.0), axis=1)
+        l2 = tl.sum(tl.where(lane == 2, each, 0.0), axis=1)
+        l3 = tl.sum(tl.where(lane == 3, each, 0.0), axis=1)
+        found = (l0 + l2) + (l1 + l3)
+        h = tl.arange(0, CHAINS // 4)
+        every = tl.arange(0, MOST)
+        highest = tl.max(
+            tl.load(
+                tops + (first + every)[:, None] * GROUP + h[None, :],
+                mask=(every < blocks)[:, None] & (h < GROUP)[None, :],
+                other=float("-inf"),
+            ),
+            axis=0,
+        )
+        last = tl.fma(
+            highest, tl.full([CHAINS // 4], 1.0, tl.float32) * c_ln2, _unary(found, "lg2", HARDWARE) * _LN2
+        )
+        tl.store(total + (kv * GROUP + h) * rows + row, found, mask=h < GROUP)
+        tl.store(lse + (kv * GROUP + h) * rows + row, last, mask=h < GROUP)
+
+
+@triton.jit(do_not_specialize=["BLOCKS"])
+def values_kernel(
+    v: tl.tensor,
+    table: tl.tensor,
+    lies: tl.tensor,
+    weights: tl.tensor,
+    fades: tl.tensor,
+    out: tl.tensor,
+    t_row: tl.tensor,
+    v_page: tl.tensor,
+    v_row: tl.tensor,
+    v_head: tl.tensor,
+    KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.tensor,
+    PAGE: tl.constexpr,
+) -> None:
+    at = tl.program_id(1)
+    e = at // KV
+    kv = at % KV
+    used = tl.load(table + 2 * t_row + e)
+    if used > 0:
+        row = tl.load(table + e).to(tl.int64)
+        blocks = tl.cdiv(used, KEYS)
+        g = tl.arange(0, 16)
+        col = tl.arange(0, WIDTH)
+        d = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        values = v + kv * v_head + d[None, :]
+        fade = fades + (at * BLOCKS).to(tl.int64) * 16 + g
+        weight = weights + ((at * BLOCKS).to(tl.int64) * 16 + g)[:, None] * WIDTH + col[None, :]
+        lie = lies + (e * BLOCKS).to(tl.int64) * WIDTH + col
+        o = tl.zeros([16, COLUMNS], tl.float32)
+        r = tl.load(
+            fade + (blocks - 1) * 16
+        )  # read a block ahead; further would keep Triton from pipelining the loop
+        for step in range(blocks):
+            i = blocks - 1 - step
+            place = tl.load(lie + i * WIDTH)
+            if PAGE == 0:
+                at_key = place.to(tl.int64) * v_row
+            else:
+                at_key = (place // PAGE).to(tl.int64) * v_page + (place % PAGE) * v_row
+            real = (col < KEYS) & (i * KEYS + col < used)
+            y = tl.load(values + at_key[:, None], mask=real[:, None], other=0.0)
+            p = tl.load(weight + i * (16 * WIDTH))
+            r_next = tl.load(fade + tl.maximum(i - 1, 0) * 16)
+            o = tl.dot(p, y, o * r[:, None])
+            r = r_next
+        at_row = out + (row * (KV * GROUP) + (kv * GROUP + g))[:, None] * D + d[None, :]
+        tl.store(at_row, o, mask=(g < GROUP)[:, None])
+
+
+def launch_split(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    pages: Tensor | None,
+    *,
+    kv_segment: int,
+    scale: float,
+    tuning: Tuning,
+    hardware: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The entries of a SINGLE table: (o [rows, H, D] before its division, l [H, rows], lse [H, rows]), all fp32.
+
+    `rows` counts a row a request and segment, as the table does. Rows that no entry has are not written.
+    """
+    T, H, D = q.shape
+    KV = k.shape[-2]
+    entries = table.shape[1] - 1
+    keys = BLOCK[D]
+    blocks = -(-kv_segment // keys)
+    group = H // KV
+    assert group <= MOST_GROUP
+    assert entries % T == 0
+    device = q.device
+    chains = 4 * power_of_two(group)
+    places = entries * KV * blocks
+    width, most = power_of_two(keys), power_of_two(blocks)
+    scores = torch.empty(places * group * keys, dtype=torch.float32, device=device)
+    tops = torch.empty(places * group, dtype=torch.float32, device=device)
+    weights = torch.empty(places * 16 * width, dtype=torch.bfloat16, device=device)
+    ordered = torch.empty(places * chains * (keys // 4), dtype=torch.float32, device=device)
+    fades = torch.empty(places * 16, dtype=torch.float32, device=device)
+    lies = torch.empty(entries * blocks * width, dtype=torch.int32, device=device)
+    out = torch.empty(entries, H, D, dtype=torch.float32, device=device)
+    total = torch.empty(H, entries, dtype=torch.float32, device=device)
+    lse = torch.empty_like(total)
+    paged = table if pages is None else pages
+    c, c_ln2 = constants(scale)
+    both: dict[str, Any] = {"KV": KV, "GROUP": group, "KEYS": keys, "BLOCKS": blocks}
+    page = {"D": D, "WIDTH": width, "PAGE": 0 if pages is None else k.shape[1]}
+    scores_kernel[(-(-blocks // tuning.score_blocks), entries * KV)](
+        *(q, k, table, paged, scores, tops, T, T, table.stride(0), paged.stride(0)),
+        *(q.stride(0), q.stride(1), k.stride(0), k.stride(-3), k.stride(-2)),
+        **both,
+        **page,
+        PER=tuning.score_blocks,
+        num_warps=tuning.score_warps,
+        num_stages=tuning.score_stages,
+        enable_fp_fusion=False,
+    )
+    weights_kernel[(blocks, entries * KV)](
+        *(table, scores, tops, weights, ordered, fades, paged, lies, c, table.stride(0), paged.stride(0)),
+        **both,
+        CHAINS=chains,
+        WIDTH=width,
+        PAGE=page["PAGE"],
+        MOST=most,
+        HARDWARE=hardware,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    with aside(device) as join:
+        sums_kernel[(entries * KV,)](
+            *(table, ordered, fades, tops, total, lse, c_ln2, entries, table.stride(0)),
+            **both,
+            CHAINS=chains,
+            MOST=most,
+            AHEAD=tuning.ahead,
+            HARDWARE=hardware,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+    values_kernel[(D // tuning.columns, entries * KV)](
+        *(v, table, lies, weights, fades, out, table.stride(0)),
+        *(v.stride(0), v.stride(-3), v.stride(-2)),
+        **both,
+        **page,
+        COLUMNS=tuning.columns,
+        num_warps=tuning.warps,
+        num_stages=tuning.stages,
+        enable_fp_fusion=False,
+    )
+    join()
+    return out, total, lse
