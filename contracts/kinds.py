@@ -148,7 +148,12 @@ class Amount(Kind):
     def read(self, value: object, place: Place) -> str:
         if not isinstance(value, str) or not re.fullmatch(self.pattern, value):
             raise _wrong(place, 'a quoted decimal such as "1e-3"', value)
-        return self.write(value)
+        written = self.write(value)
+        if not re.fullmatch(self.pattern, written):
+            raise place.error(
+                f"decimal {value!r} has too many digits to be written plainly", 'write one such as "1e-3"'
+            )
+        return written
 
     def write(self, value: Any) -> str:
         from decimal import Decimal  # loaded where a contract has a decimal, which few have

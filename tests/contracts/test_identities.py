@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from isoexec.contracts import kinds
@@ -338,9 +338,19 @@ def test_two_decimals_are_one_text_exactly_when_they_are_one_number(one: str, ot
     from fractions import Fraction
 
     kind = kinds.Amount()
-    left, right = kind.read(one, PLACE), kind.read(other, PLACE)
+    try:
+        left, right = kind.read(one, PLACE), kind.read(other, PLACE)
+    except ContractError as error:
+        assume("too many digits" not in error.problem)
+        raise
     assert kind.read(left, PLACE) == left
     assert (left == right) == (Fraction(one) == Fraction(other))
+
+
+@pytest.mark.parametrize("text", ["9" * 40 + ".55e1", "10" * 20 + "e999", "0." + "0" * 39 + "1e-999"])
+def test_a_decimal_that_its_one_spelling_cannot_hold_is_refused(text: str) -> None:
+    with pytest.raises(ContractError, match="too many digits"):
+        kinds.Amount().read(text, PLACE)
 
 
 def test_a_deployment_may_differ() -> None:
