@@ -7,6 +7,7 @@ from collections import Counter
 from types import TracebackType
 
 from isoexec.adapters.base import Plan
+from isoexec.contracts.diff import disagreements, one_line
 from isoexec.contracts.errors import InstallError
 
 __all__ = ["Inside", "activate", "active", "calls", "deactivate", "inside_region", "installs", "required"]
@@ -20,11 +21,12 @@ calls: Counter[str] = Counter()
 def activate(plan: Plan) -> None:
     """Make ``plan`` the plan of this process; a second plan of another contract is refused."""
     global _plan
-    if _plan is not None and _plan.contract.numerical_policy != plan.contract.numerical_policy:
+    differences = [] if _plan is None else disagreements(_plan.contract.to_dict(), plan.contract.to_dict())
+    if differences:
         raise InstallError(
             region="engine",
             wanted="one contract a process",
-            found=f"{_plan.contract.numerical_policy} installed, {plan.contract.numerical_policy} asked for",
+            found=one_line(differences, "what is installed", "what is asked for"),
             fix="start a new process for another contract",
         )
     _plan = plan
