@@ -173,7 +173,11 @@ class RegionReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The live state of one process of a runtime; ``problem`` is one of the process as a whole, such as a moved layout."""
+    """The live state of one process of a runtime.
+
+    ``problem`` is one of the process as a whole, such as a moved layout; ``changed``, what of its code, switches and variables is
+    not as it was when the plan was installed, or not as the contract claims.
+    """
 
     role: str
     rank: int
@@ -181,10 +185,11 @@ class Report:
     topology: Mapping[str, int]
     regions: tuple[RegionReport, ...]
     problem: str | None = None
+    changed: str | None = None
 
     def problems(self) -> tuple[str, ...]:
         """One line per region that is not what the contract says; regions only observed or off are not judged."""
-        own = (self.problem,) if self.problem is not None else ()
+        own = tuple(filter(None, (self.problem, self.changed)))
         return own + tuple(
             f"{r.region}: {r.problem or f'canary {r.canary} is not {r.expected_canary}'} (bound: {r.object})"
             for r in self.regions
@@ -193,11 +198,12 @@ class Report:
 
     def require(self) -> None:
         """Raise InstallError naming what is wrong with the process, or the first region that does not hold and must refuse."""
-        if self.problem is not None and any(r.enforcement.refuses for r in self.regions):
+        own = "; ".join(filter(None, (self.problem, self.changed)))
+        if own and any(r.enforcement.refuses for r in self.regions):
             raise InstallError(
                 region=self.role,
                 wanted="the process, in the layout and state that the plan was installed in",
-                found=self.problem,
+                found=own,
                 fix="start again, and plan for what is wanted",
             )
         for r in self.regions:

@@ -305,7 +305,6 @@ class MegatronAdapter:
                     report = replace(report, problem=told(mine))
             regions.append(report)
         refused = plan.contract.claims.environment.refusals(environment())
-        problems = (moved, told(changes), "; ".join(refused) or None)
         return [
             Report(
                 role=self.role,
@@ -313,7 +312,8 @@ class MegatronAdapter:
                 world=dist.get_world_size(),
                 topology=topology,
                 regions=tuple(regions),
-                problem="; ".join(filter(None, problems)) or None,
+                problem=moved,
+                changed="; ".join(filter(None, (told(changes), *refused))) or None,
             )
         ]
 

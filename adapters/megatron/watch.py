@@ -112,7 +112,7 @@ class Watch:
             weight_version=weight_version,
             topology=topology,
             regions={r.region: r.to_dict() for r in report.regions} if report is not None else {},
-            problem=report.problem if report is not None else None,
+            problem=report.changed if report is not None else None,
         )
         self._period.done()
         self._weight_version = weight_version

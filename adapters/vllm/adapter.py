@@ -205,7 +205,7 @@ def report_of(raw: Mapping[str, Any], contract: Contract | None) -> Report:
         world=int(raw["world"]),
         topology={str(k): int(v) for k, v in raw["topology"].items()},
         regions=tuple(regions),
-        problem=raw.get("problem"),
+        changed=raw.get("changed"),
     )
 
 

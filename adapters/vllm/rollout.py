@@ -156,7 +156,7 @@ class Rollout:
                     environment_found=raw["environment"],
                     rank=report.rank,
                     world=report.world,
-                    problem=report.problem,
+                    problem=report.changed,
                 )
         self._period.done()
         if require:

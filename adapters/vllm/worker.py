@@ -60,7 +60,7 @@ class IsoExecExtension:
                 "world": int(self.vllm_config.parallel_config.world_size),
                 "topology": topology,
                 "regions": regions,
-                "problem": self._isoexec_problem(rest),
+                "changed": self._isoexec_changed(rest),
                 "environment": environment(),
                 "identities": contract and contract.identities.to_dict(),
                 "contract": contract and contract.to_dict(),
@@ -139,7 +139,7 @@ class IsoExecExtension:
             else None,
         )
 
-    def _isoexec_problem(self, changes: list[Change]) -> str | None:
+    def _isoexec_changed(self, changes: list[Change]) -> str | None:
         """What is wrong with the process itself: what changed in no region, and what the contract does not admit."""
         plan = state.active()
         judged = plan is not None and any(b.enforcement.installs for b in plan.bindings)

@@ -229,6 +229,14 @@ def test_a_process_that_moved_does_not_hold_though_its_regions_do() -> None:
         moved.require()
 
 
+def test_a_process_that_changed_does_not_hold_though_its_regions_do() -> None:
+    found = dataclasses.replace(report(region()), changed="num_threads was 1 and is 2")
+    assert found.problems() == ("num_threads was 1 and is 2",)
+    with pytest.raises(InstallError, match="num_threads was 1 and is 2"):
+        found.require()
+    dataclasses.replace(report(region(enforcement=Enforcement.INSTALL)), changed="x").require()
+
+
 def test_the_reference_canary_depends_on_function_constants_and_dtype_alone(contract: Contract) -> None:
     engine, trainer = (make_plan(contract, role, DEGREES) for role in ("engine", "trainer"))
     for name in regions_of(contract, "engine"):

@@ -283,7 +283,7 @@ def seen(launch: Any, make: Any, contract: Any, one: Any, tokens: torch.Tensor) 
             with _done(tamper, model):
                 (report,) = adapter.verify()
             found[name] = (
-                report.problem or "",
+                report.changed or "",
                 {r.region: r.problem or "" for r in report.regions if not r.ok},
             )
         found["after"] = adapter.verify()[0].problems()

@@ -459,7 +459,7 @@ def truth(contract: str, first: str, second: str) -> dict[str, Any]:
         with tamper:
             (report,) = rollout.attest("periodic", step=1, require=False)
         found[name] = {
-            "process": report.problem or "",
+            "process": report.changed or "",
             "regions": {r.region: r.problem or "" for r in report.regions if not r.ok},
         }
     found["after"] = reports(rollout)[0]["problems"]
