@@ -37,6 +37,7 @@ class Process:
     seen: float = 0.0
     attestation: Attestation | None = None
     attested: float = 0.0
+    changed: tuple[FieldDifference, ...] = ()  # what the attestation says of the contract that hello did not
     first_seq: int = 0
     last_seq: int = 0
     received: int = 0
@@ -126,6 +127,7 @@ class Run:
         if old is not None and hello.seq > old.last_seq:
             # the same process again: its numbering and its attestation go on
             process.attestation, process.attested, process.probe = old.attestation, old.attested, old.probe
+            process.changed = old.changed
             process.first_seq, process.last_seq, process.received = (
                 old.first_seq,
                 old.last_seq,
@@ -162,6 +164,8 @@ class Run:
             self.weights.add(message, process.hello.replica if process else "")
         elif process is not None and isinstance(message, Attestation):
             process.attestation, process.attested = message, now
+            # once an attestation, for it digests a contract; a driver computes no logprob and is not held to one
+            process.changed = () if process.role == "driver" else agree_still(process.hello, message)
         elif process is not None and isinstance(message, Probe):
             process.probe = message
 
@@ -248,9 +252,7 @@ class Run:
     def _handshake(self) -> tuple[FieldDifference, ...]:
         rows = [row for fields in self.refused.values() for row in fields]
         for process in self.processes.values():
-            # a driver computes no logprob: it is not held to the contract
-            if process.attestation is not None and process.role != "driver":
-                rows.extend(agree_still(process.hello, process.attestation))
+            rows.extend(process.changed)
         return tuple(rows)
 
     def _age(self, role: str, what: str, now: float) -> float | None:

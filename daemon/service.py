@@ -25,7 +25,7 @@ from isoexec.contracts.wire import Attestation, Bye, Hello, Message, Probe, Step
 from isoexec.daemon.config import Config, ConfigError
 from isoexec.daemon.enforce import Enforcer
 from isoexec.daemon.halt import LeaseKeeper, ProcessHandle
-from isoexec.daemon.handshake import agree, agree_still
+from isoexec.daemon.handshake import agree
 from isoexec.daemon.ingest import Connection, Ingest
 from isoexec.daemon.journal import Journal
 from isoexec.daemon.judge import Judge, rules_for
@@ -310,9 +310,8 @@ class Service:
             self._step(run, message)
         elif isinstance(message, Attestation):
             self.journal.add_attestation(run.name, message.source, message.header())
-            changed = agree_still(process.hello, message) if message.role != "driver" else ()
-            if changed:
-                fields = [f"{one.path}: {one.engine!r} / {one.trainer!r}" for one in changed]
+            if process.changed:
+                fields = [f"{one.path}: {one.engine!r} / {one.trainer!r}" for one in process.changed]
                 _log.warning("contract changed", run=run.name, source=message.source, fields=fields)
             self._regions(run)
         elif isinstance(message, Probe):

@@ -47,8 +47,8 @@ DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 BASES = [VECTORS / "contract.yaml", VECTORS / "full.yaml", *sorted(library().glob("*.yaml"))]
 WORDS = [
     "", "a", "engine", "trainer", "kernel", "library", "evidence", "none", "canonical", "protected", "linear.chain/2", "é",
-    "e\u0301", "x" * 201, "sha256:" + "0" * 64, "sha256:" + "g" * 64, "1e-3", "0.0010", "-1", "1e999", "10" * 20 + "e999", "1e-999", "00", "true",
-    "null", "\x00", "\n", " ", "😀", "\ud800", "engine_decode", "trainer_score", "TP", "a\n", "9" * 80, "\u2028",
+    "e\u0301", "x" * 201, "sha256:" + "0" * 64, "sha256:" + "g" * 64, "1e-3", "0.0010", "-1", "1e999", "1" * 40 + "e999",
+    "00", "true", "null", "\x00", "\n", " ", "😀", "\ud800", "engine_decode", "trainer_score", "TP", "a\n", "9" * 80, "\u2028",
 ]  # fmt: skip
 SCALARS: list[object] = [
     None, True, False, 0, 1, -1, 2, 64, 2**31, 2**63 - 1, 2**63, -(2**63) - 1, 10**30, 0.5, float("nan"), float("inf"), [], {},
