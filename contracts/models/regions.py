@@ -108,6 +108,7 @@ PROVIDERS: dict[str, dict[str, Admitted]] = {
             name="torch.grouped_mm", version="torch 2.11.0+cu130 git 70d99e998b49"
         ),
         "rope.neox_fp32/1": Admitted(name="isoexec.kernels.rope.hopper"),
+        "attention.mma_segments/1": Admitted(name="isoexec.kernels.attention.hopper"),
         "silu_mul.poly/1": Admitted(name="isoexec.kernels.silu_mul.hopper"),
         "logprobs.blocks/1": Admitted(name="isoexec.kernels.logprobs.hopper"),
     },

@@ -28,7 +28,7 @@ SOURCE = "sha256:" + "a" * 64
 RECORD = "sha256:" + "b" * 64
 
 # regions of today's shipped contracts that nothing may be installed for, by why; the sm90 kernels have no gradient yet
-_NO_KERNEL_DENSE = {"attention", "grad_norm"}
+_NO_KERNEL_DENSE = {"grad_norm"}
 _NO_KERNEL_MOE = _NO_KERNEL_DENSE | {"combine", "dispatch", "routing"}
 _NO_KERNEL_GDN = _NO_KERNEL_DENSE | {
     "attention_gate", "gdn_conv", "gdn_gating", "gdn_norm", "gdn_qk_norm", "gdn_rule", "norm", "qk_norm",
@@ -38,36 +38,36 @@ _FORWARD_GDN = _LINEAR | {"logprobs", "rope", "silu_mul"}
 _FORWARD_DENSE = _FORWARD_GDN | {"norm", "qk_norm"}
 _FORWARD_MLA = _LINEAR | {"latent_linear", "latent_norm", "logprobs", "norm", "router", "silu_mul"}
 _MLA = {
-    "no kernel": _NO_KERNEL_MOE | {"rope"},
+    "no kernel": _NO_KERNEL_MOE | {"attention", "rope"},
     "no evidence": {"absorbed_linear", "embedding", "expert_linear"},
     "evidence refused": _FORWARD_MLA,
 }
 _HYBRID_MOE = {
     "no kernel": _NO_KERNEL_GDN | _NO_KERNEL_MOE | {"shared_gate"},
-    "no evidence": {"embedding", "expert_linear"},
+    "no evidence": {"attention", "embedding", "expert_linear"},
     "evidence refused": _FORWARD_GDN | {"router"},
 }
 UNPROVEN: Mapping[str, Mapping[str, set[str]]] = {
     "qwen3-dense-sm90": {
         "no kernel": _NO_KERNEL_DENSE,
-        "no evidence": {"embedding"},
+        "no evidence": {"attention", "embedding"},
         "evidence refused": _FORWARD_DENSE,
     },
     "mimo-dense-sm90": {
         "no kernel": _NO_KERNEL_DENSE | {"qkv_bias"},
-        "no evidence": {"embedding"},
+        "no evidence": {"attention", "embedding"},
         "evidence refused": _FORWARD_DENSE - {"qk_norm"},
     },
     "qwen3-moe-sm90": {
         "no kernel": _NO_KERNEL_MOE,
-        "no evidence": {"embedding", "expert_linear"},
+        "no evidence": {"attention", "embedding", "expert_linear"},
         "evidence refused": _FORWARD_DENSE | {"router"},
     },
     "glm4-moe-lite-sm90": _MLA,
     "deepseek-v3-sm90": _MLA,
     "qwen3.5-dense-sm90": {
         "no kernel": _NO_KERNEL_GDN,
-        "no evidence": {"embedding"},
+        "no evidence": {"attention", "embedding"},
         "evidence refused": _FORWARD_GDN,
     },
     "qwen3.5-moe-sm90": _HYBRID_MOE,
