@@ -55,7 +55,7 @@ class ProbeSettings:
     regime: str = "bf16_dense"
     policy: str = "fail_open"
     contract: Contract | None = None
-    contract_path: Path | None = None  # the file the contract was read from, looked at again at every attestation
+    contract_path: Path | None = None  # where the contract was read from, looked at at every attestation
 
     @classmethod
     def from_env(cls) -> ProbeSettings:
