@@ -313,9 +313,9 @@ def _resume(run: Run) -> None:
     for batch, want in _batches(run):
         S, n = batch.S, batch.lengths[0]
         for cut in ((0, 333, S - 1, S, S + 1, n), (0, 1, 130, 2 * S + 5, n), (0, S // 2, 3 * S // 2, n)):
-            for span in pairwise(cut):
+            for a, e in pairwise(cut):
                 for folded in run.over("folded", (True, False)):
-                    got, index = batch.rows([(0, *span)], folded=folded)
+                    got, index = batch.rows([(0, a, e)], folded=folded)
                     run.equal(got, want[index])
         for span in ((0, S - 6, S + 7), (0, 100, 113), (0, 2 * S, 2 * S + 2)):  # draft tokens
             got, index = batch.rows([span])
@@ -343,12 +343,9 @@ def _degenerate(run: Run) -> None:
             short = Batch(batch.q[at], batch.k[at], batch.v[at], [n], kv_segment=batch.S, page=batch.page)
             run.equal(short.packed(), short.reference())
         step = plan(requests=1, tokens=4, most_rows=4, most_keys=9, kv_segment=batch.S)
-        args = (batch.position[:4], step)
-        run.refuses(lambda q=batch.q, k=batch.k: attention(q[:4].float(), k, k, *args, scale=1.0))
-        run.refuses(
-            lambda q=batch.q, k=batch.k: attention(q[:4, :, :32], k[..., :32], k[..., :32], *args, scale=1.0)
-        )
-        run.refuses(lambda q=batch.q, k=batch.k: attention(q[:5], k, k, *args, scale=1.0))
+        q, k = batch.q, batch.k
+        for rows, keys in ((q[:4].float(), k), (q[:4, :, :32], k[..., :32]), (q[:5], k)):
+            run.refuses(partial(attention, rows, keys, keys, batch.position[:4], step, scale=1.0))
         run.refuses(
             partial(plan, requests=1, tokens=4, most_rows=4, most_keys=33 * batch.S, kv_segment=batch.S)
         )

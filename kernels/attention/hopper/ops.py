@@ -7,7 +7,7 @@ hold both `fill` and the op: what changes from step to step is in tensors, what 
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -29,8 +29,6 @@ from isoexec.kernels.domain import require
 from isoexec.kernels.hopper.library import define
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
 
 __all__ = ["Plan", "attention", "plan"]
@@ -251,22 +249,20 @@ def _attention(
             out=out,
         )
 
-    streams, main = _side_streams(q.device), torch.cuda.current_stream() if q.is_cuda else None
+    streams = _side_streams(q.device)
+    main = torch.cuda.current_stream(q.device) if streams else None
 
-    @contextmanager
-    def beside(j: int) -> Iterator[None]:
-        if main is None or not streams:
-            yield
-            return
-        with torch.cuda.stream((main, *streams)[(j + 1) % (len(streams) + 1)]):
-            yield
+    def beside(j: int) -> AbstractContextManager[object]:
+        return torch.cuda.stream((main, *streams)[(j + 1) % (len(streams) + 1)]) if streams else nullcontext()
 
     def fork() -> None:
-        for stream in streams if main is not None else ():
+        for stream in streams:
+            assert main is not None
             stream.wait_stream(main)
 
     def join() -> None:
-        for stream in streams if main is not None else ():
+        for stream in streams:
+            assert main is not None
             main.wait_stream(stream)
 
     if single:
@@ -274,7 +270,7 @@ def _attention(
         tuning = split_for(own.shape[1] - 1, k.shape[-2], H // k.shape[-2], D)
         if tuning is not None:
             parts, totals, lse = launch_split(
-                q, k, v, own, own_pages, kv_segment=kv_segment, scale=scale, tuning=tuning
+                q, k, v, own, own_pages, requests=requests, kv_segment=kv_segment, scale=scale, tuning=tuning
             )
             out = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
             launch_merge(
@@ -298,8 +294,9 @@ def _attention(
         return out
     out = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
     n = (past.shape[1] - 1) // requests if past.numel() else 0
+    parts = torch.empty(0 if folded else n, T, H, D, dtype=q.dtype, device=q.device)
     if n and not folded:
-        fork()
+        fork()  # after the last allocation: side streams write what was only then handed out
     _, own_lse = attend(q, own, own_pages, "causal", min(most_rows, kv_segment), out)
     if n == 0 and sinks is None:
         return out
@@ -312,7 +309,6 @@ def _attention(
         many, lse = attend(q if n == 1 else q.repeat(n, 1, 1), past, past_pages, fa3.PAST[D], most_rows)
         parts, slots = many.view(n, T, H, D), lse.view(H, n, T).transpose(0, 1)
     else:
-        parts = torch.empty(n, T, H, D, dtype=q.dtype, device=q.device)
         found = []
         for j in range(n):
             of = slice(j * requests, (j + 1) * requests)

@@ -303,7 +303,7 @@ def values_kernel(
         for step in range(blocks):
             i = blocks - 1 - step
             place = tl.load(lie + i * WIDTH)
-            if PAGE == 0:
+            if PAGE == 0:  # noqa: SIM108 - Triton would compile both
                 at_key = place.to(tl.int64) * v_row
             else:
                 at_key = (place // PAGE).to(tl.int64) * v_page + (place % PAGE) * v_row
@@ -324,6 +324,7 @@ def launch_split(
     table: Tensor,
     pages: Tensor | None,
     *,
+    requests: int,
     kv_segment: int,
     scale: float,
     tuning: Tuning,
@@ -339,8 +340,8 @@ def launch_split(
     keys = BLOCK[D]
     blocks = -(-kv_segment // keys)
     group = H // KV
+    rows = entries // requests * T  # a request may have no row
     assert group <= MOST_GROUP
-    assert entries % T == 0
     device = q.device
     chains = 4 * power_of_two(group)
     places = entries * KV * blocks
@@ -351,21 +352,22 @@ def launch_split(
     ordered = torch.empty(places * chains * (keys // 4), dtype=torch.float32, device=device)
     fades = torch.empty(places * 16, dtype=torch.float32, device=device)
     lies = torch.empty(entries * blocks * width, dtype=torch.int32, device=device)
-    out = torch.empty(entries, H, D, dtype=torch.float32, device=device)
-    total = torch.empty(H, entries, dtype=torch.float32, device=device)
+    out = torch.empty(rows, H, D, dtype=torch.float32, device=device)
+    total = torch.empty(H, rows, dtype=torch.float32, device=device)
     lse = torch.empty_like(total)
     paged = table if pages is None else pages
     c, c_ln2 = constants(scale)
     both: dict[str, Any] = {"KV": KV, "GROUP": group, "KEYS": keys, "BLOCKS": blocks}
     page = {"D": D, "WIDTH": width, "PAGE": 0 if pages is None else k.shape[1]}
     scores_kernel[(-(-blocks // tuning.score_blocks), entries * KV)](
-        *(q, k, table, paged, scores, tops, T, T, table.stride(0), paged.stride(0)),
+        *(q, k, table, paged, scores, tops, requests, T, table.stride(0), paged.stride(0)),
         *(q.stride(0), q.stride(1), k.stride(0), k.stride(-3), k.stride(-2)),
         **both,
         **page,
         PER=tuning.score_blocks,
         num_warps=tuning.score_warps,
-        num_stages=tuning.score_stages,
+        # keys looked up by page are two loads, and stages count both
+        num_stages=tuning.score_stages if pages is not None else (tuning.score_stages + 1) // 2,
         enable_fp_fusion=False,
     )
     weights_kernel[(blocks, entries * KV)](
@@ -381,7 +383,7 @@ def launch_split(
     )
     with aside(device) as join:
         sums_kernel[(entries * KV,)](
-            *(table, ordered, fades, tops, total, lse, c_ln2, entries, table.stride(0)),
+            *(table, ordered, fades, tops, total, lse, c_ln2, rows, table.stride(0)),
             **both,
             CHAINS=chains,
             MOST=most,
