@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuses what is not proven here and now: each binding's evidence is judged against this process before anything is installed.
 
-Where the contract says ``claims.evidence.certify: install``, evidence that is missing for this build alone (another torch,
-another library) is made first, by the quick gates of this machine, in processes of their own; the user's store keeps it.
+Where the contract says ``claims.evidence.certify: install``, and the records it names are of another build alone (another torch,
+another CPU), this machine's quick gates run first, in processes of their own; the user's store keeps what they prove.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["live", "require_evidence"]
 
-_CERTIFIABLE = frozenset({"IX040", "IX050"})
-"""What a run on this machine mends: no record, or one of another build; anything else is a record's own fault."""
+_OTHER_BUILD = "IX050"
+"""What a run on this machine mends; a record that is gone, edited, foreign or expired is refused."""
 _LIMIT = 600.0  # seconds for the quick gate of one function
 
 
@@ -58,7 +58,7 @@ def require_evidence(contract: Contract, bindings: Sequence[Binding]) -> None:
     found = _errors(contract, bindings, store, here)
     if found and contract.claims.evidence.certify == "install":
         with _alone(store):  # whoever waited finds the records of the one before
-            lacking = [one for one in _errors(contract, bindings, store, here) if one.rule in _CERTIFIABLE]
+            lacking = [one for one in _errors(contract, bindings, store, here) if one.rule == _OTHER_BUILD]
             regions = {region for one in lacking for region in one.regions}
             _certify(
                 contract, sorted({b.function for b in bindings if b.region in regions}), store, here.arch

@@ -240,16 +240,17 @@ class _Judge:
             except EvidenceError as error:
                 self._read[digest] = error
         held = self._read[digest]
-        if isinstance(held, EvidenceError) or self._other_builds(held):
-            local = self._made_here(providers)
-            if local is not None:
-                return local, []
         if isinstance(held, EvidenceError):
             return None, [at.refuse("IX040", f"discharge.{held.field}", held.wanted, held.found, held.fix)]
+        if self._other_builds(held):
+            return self._made_here(providers) or held, []
         return held, []
 
     def _made_here(self, providers: Iterable[Provider]) -> EvidenceRecord | None:
-        """Return a record of this process's build in the place of the one named, where the contract lets machines certify."""
+        """Return a record of this build in the place of the one named, where the contract lets machines certify themselves.
+
+        Only the build may be another: a record that is gone or edited is refused whatever was made here.
+        """
         if self.live is None or self.contract.claims.evidence.certify != "install":
             return None
         for provider in providers:

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -36,6 +39,11 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(evidence, "shipped", lambda: folder)
     monkeypatch.setenv("ISOEXEC_EVIDENCE", str(tmp_path / "own"))
     return folder
+
+
+def refusing(contract: Contract) -> Contract:
+    claims = dataclasses.replace(contract.claims, evidence=EvidencePolicy())
+    return dataclasses.replace(contract, claims=claims)
 
 
 def record_of(contract: Contract, records: Path) -> Path:
@@ -92,6 +100,7 @@ def test_an_edited_kernel_is_refused(
 def test_evidence_of_another_torch_is_refused(
     contract: Contract, records: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    contract = refusing(contract)
     found = {**environment(), "torch": "9.9.9"}
     monkeypatch.setattr("isoexec.adapters.proof.environment", lambda: found)
     with pytest.raises(InstallError, match=r"environment.torch: 9\.9\.9, which runs here, found 2\."):
@@ -115,15 +124,45 @@ def test_what_is_only_observed_needs_no_evidence(
     assert make_plan(contract, "engine", DEGREES).binding("rope") is not None
 
 
-def test_a_contract_that_lets_machines_certify_is_proven_while_it_is_installed(
-    contract: Contract, records: Path, tmp_path: Path
+ELSEWHERE = """
+import sys
+from isoexec.adapters.base import make_plan
+from isoexec.contracts.schema import Contract
+plan = make_plan(Contract.load(sys.argv[1]), "engine", {a: 1 for a in ("TP", "SP", "PP", "CP", "EP", "ETP", "DP")})
+print([b.region for b in plan.bindings])
+"""
+
+
+@pytest.mark.parametrize("policy", ["install", "refuse"])
+def test_on_another_build_a_machine_certifies_itself_where_the_contract_lets_it(
+    policy: str, tmp_path: Path
 ) -> None:
-    record_of(contract, records).unlink()
-    claims = dataclasses.replace(contract.claims, evidence=EvidencePolicy(certify="install"))
-    make_plan(dataclasses.replace(contract, claims=claims), "engine", DEGREES)
+    text = library("qwen3-dense-cpu").read_text()
+    path = tmp_path / "contract.yaml"
+    path.write_text(text.replace("evidence: {certify: install}", f"evidence: {{certify: {policy}}}"))
+    assert policy in path.read_text()
+    env = {
+        **os.environ,
+        "ATEN_CPU_CAPABILITY": "default",  # torch's own code of another vector width: another build, with other bits
+        "ISOEXEC_EVIDENCE": str(tmp_path / "own"),
+        "ISOEXEC_STATE_DIR": str(tmp_path / "state"),
+        "ISOEXEC_ENFORCE": "off,rope=install+refuse",
+    }
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", ELSEWHERE, str(path)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    if policy == "refuse":
+        assert done.returncode != 0
+        assert "environment.cpu_capability: " in done.stderr
+        assert "which runs here, found AVX" in done.stderr
+        assert not (tmp_path / "own").exists()
+        return
+    assert (done.returncode, done.stdout.strip().splitlines()[-1:]) == (0, ["['rope']"]), done.stderr
     (made,) = Store([tmp_path / "own"]).records()
     assert (made.function, made.profile) == (ROPE, "quick")
-    with pytest.raises(
-        InstallError, match=r"discharge\.evidence"
-    ):  # the policy that refuses does not take it
-        make_plan(contract, "engine", DEGREES)
+    assert not made.environment["cpu_capability"].startswith("AVX")
