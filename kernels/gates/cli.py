@@ -210,10 +210,11 @@ def _list(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from isoexec.contracts.signing import load_key, sign
-    from isoexec.kernels.gates.found import contracts_for, gated
+    from isoexec.kernels.gates.found import contracts_for, device_for, gated
     from isoexec.kernels.gates.running import jobs_of, pin_contract, single_thread
     from isoexec.kernels.gates.showing import counts
 
+    device_for(args.arch)  # before anything else: gates of an arch run on it, or nowhere
     key = load_key(args.sign) if args.sign else None
     store = _open(args)
     contracts = contracts_for(args.arch, [*args.contract, *args.pin])
@@ -343,7 +344,7 @@ def _verify(args: argparse.Namespace) -> int:
     from isoexec.kernels.gates.found import contracts_for
     from isoexec.kernels.gates.running import single_thread
     from isoexec.kernels.gates.showing import counts
-    from isoexec.kernels.gates.verifying import judge, names, refused
+    from isoexec.kernels.gates.verifying import judge, names, refused, unproven
 
     now = _moment(args.at) if args.at else time.time()
     store = _open(args)
@@ -375,7 +376,9 @@ def _verify(args: argparse.Namespace) -> int:
         for contract in contracts:
             found = refused(contract, store, now=now)
             bad += len(found)
-            print(f"{contract.name}: {'discharged' if not found else f'{len(found)} refusals'}")
+            idle = unproven(contract)
+            said = f"; unproven, as it says: {', '.join(idle)}" if idle else ""
+            print(f"{contract.name}: {'discharged' if not found else f'{len(found)} refusals'}{said}")
             for finding in found:
                 print(f"  {finding}")
         if args.rerun:

@@ -17,9 +17,10 @@ from isoexec.kernels.gates.checking import Gate, GateError
 from isoexec.kernels.gates.found import device_for, environment, gate_for
 from isoexec.kernels.gates.running import live_sources
 
-__all__ = ["Finding", "Held", "judge", "names", "refused", "rerun", "sample"]
+__all__ = ["Finding", "Held", "judge", "names", "refused", "rerun", "sample", "unproven"]
 
 _DAY = 86400.0
+_UNPROVEN = ("IX009", "IX011")  # a provider, a binding without evidence
 _IDLE = frozenset({"python"})  # named in a record, and no part of what a kernel computes
 
 
@@ -158,8 +159,18 @@ def names(contract: Contract) -> dict[str, list[str]]:
     return out
 
 
+def unproven(contract: Contract) -> list[str]:
+    """The regions that a contract itself says are unproven: it promises nothing of them, and an adapter refuses them."""
+    nobody = {p.function for p in contract.providers if p.discharge.kind == "none"} - {
+        p.function for p in contract.providers if p.discharge.kind != "none"
+    }
+    return sorted(
+        {b.region for b in contract.composition if b.discharge.kind == "none" or b.function in nobody}
+    )
+
+
 def refused(contract: Contract, store: Store, *, now: float) -> list[Finding]:
-    """What keeps a contract from being discharged in this process, warnings left out; sources and environment are this one's."""
+    """What keeps what a contract says is proven from being so in this process; warnings are left out."""
     try:
         device_for(contract.arch)
         live = Live(
@@ -176,7 +187,7 @@ def refused(contract: Contract, store: Store, *, now: float) -> list[Finding]:
             fix=one.fix,
         )
         for one in refusals(contract, store, now=now, live=live)
-        if one.severity == "error"
+        if one.severity == "error" and not (one.rule in _UNPROVEN and one.found == "kind none")
     ]
 
 

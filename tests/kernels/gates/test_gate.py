@@ -140,6 +140,21 @@ def copied(quick: tuple[Path, str, Path], tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "store", quick[2]
 
 
+def test_what_a_contract_says_is_unproven_is_said_and_is_no_failure(
+    quick: tuple[Path, str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, _, pinned = quick
+    honest = tmp_path / "honest.yaml"
+    lines = pinned.read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if "region: silu_mul" in line)
+    at = next(i for i in range(at, len(lines)) if "discharge" in lines[i])
+    lines[at] = "    discharge: {kind: none}"
+    honest.write_text("\n".join(lines) + "\n")
+    code, out = verify(capsys, store, str(honest))
+    assert code == 0, out
+    assert "unproven, as it says: silu_mul" in out
+
+
 def test_one_edited_byte_of_a_record_is_named(
     copied: tuple[Path, Path], records: dict[str, EvidenceRecord], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -476,6 +491,8 @@ def test_a_machine_without_the_arch_refuses_its_gates() -> None:
         pytest.skip("there is a GPU here")
     with pytest.raises(GateError, match=r"a GPU of compute capability 9\.0, found no GPU"):
         found.device_for("sm90")
+    with pytest.raises(GateError, match="no GPU"):
+        command(["run", "--arch", "sm90", "--quick"])
 
 
 def test_a_switch_that_is_not_as_the_contracts_claim_refuses_a_run() -> None:
