@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -38,6 +39,7 @@ __all__ = [
     "RuntimeDescription",
     "contract_from_env",
     "enforcement_from_env",
+    "expected_canary",
     "load_adapter",
     "make_plan",
     "reference_canary",
@@ -352,7 +354,27 @@ def _require_route(contract: Contract, name: str, mode: Enforcement) -> None:
 
 def reference_canary(binding: Binding, dtype: torch.dtype) -> str:
     """Digest of the specification's answer on this machine to the function's canary at its own sizes."""
-    return registry.expected_digest(binding.function, binding.constants, dtype=dtype)
+    return expected_canary(binding.function, binding.constants, dtype)
+
+
+def expected_canary(
+    function: str, constants: Mapping[str, Any], dtype: torch.dtype, sizes: Mapping[str, int] | None = None
+) -> str:
+    """Digest of the specification's answer at these sizes, worked out once a process.
+
+    What a switch changes later shows in the bound object's answer, and not in this one as well.
+    """
+    return _expected(function, tuple(sorted(constants.items())), dtype, tuple(sorted((sizes or {}).items())))
+
+
+@cache
+def _expected(
+    function: str,
+    constants: tuple[tuple[str, Any], ...],
+    dtype: torch.dtype,
+    sizes: tuple[tuple[str, int], ...],
+) -> str:
+    return registry.expected_digest(function, dict(constants), dtype=dtype, sizes=dict(sizes))
 
 
 def load_adapter(name: str) -> type[Adapter]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isoexec.adapters.base import Binding, Plan, RegionReport
+from isoexec.adapters.base import Binding, Plan, RegionReport, expected_canary
 from isoexec.adapters.megatron import clipping, layers
 from isoexec.adapters.megatron.attention import ContractCoreAttention
 from isoexec.adapters.megatron.layers import (
@@ -157,7 +156,7 @@ def region_report(model: Any, binding: Binding, optimizer: Any, problem: str | N
         canary = registry.canary_digest(
             _call(binding.region, subject), binding.function, binding.constants, dtype=dtype
         )
-    expected = _expected(binding.function, tuple(sorted(binding.constants.items())), dtype)
+    expected = expected_canary(binding.function, binding.constants, dtype)
     return RegionReport(
         region=binding.region,
         object=text,
@@ -169,11 +168,6 @@ def region_report(model: Any, binding: Binding, optimizer: Any, problem: str | N
         enforcement=binding.enforcement,
         problem=problem,
     )
-
-
-@cache
-def _expected(function: str, constants: tuple[tuple[str, Any], ...], dtype: torch.dtype) -> str:
-    return registry.expected_digest(function, dict(constants), dtype=dtype)
 
 
 def _elsewhere(binding: Binding) -> Any:
@@ -217,7 +211,7 @@ def _grad_norm_report(binding: Binding, optimizer: Any, problem: str | None) -> 
     if installs and problem is None:
         # the path of the bound methods, so that a replaced sum is seen
         canary = registry.canary_digest(clipping.sum_of_squares, binding.function, binding.constants)
-    expected = _expected(binding.function, tuple(sorted(binding.constants.items())), torch.float32)
+    expected = expected_canary(binding.function, binding.constants, torch.float32)
     return RegionReport(
         region=binding.region,
         object=" + ".join(name_of(part) for part in clipping.leaves(optimizer)),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from vllm.distributed import get_tp_group
 
-from isoexec.adapters.base import Binding
+from isoexec.adapters.base import Binding, expected_canary
 from isoexec.kernels import registry
 
 __all__ = ["Canary", "borrowed"]
@@ -61,7 +61,7 @@ class Canary:
         """Digest of the bound object's output, and the one a faithful object gives."""
         sizes, call = getattr(self, f"_{self._region}")(bound)
         inputs: Mapping[str, Any] = {"dtype": self._dtype, "sizes": sizes}
-        expected = registry.expected_digest(self._function, self._constants, **inputs)
+        expected = expected_canary(self._function, self._constants, **inputs)
         return registry.canary_digest(call, self._function, self._constants, **inputs), expected
 
     def stale(self, bound: Any) -> str | None:
