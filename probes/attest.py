@@ -23,7 +23,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": platform.machine(),
         "arch": (
-            f"sm_{''.join(map(str, torch.cuda.get_device_capability()))}"
+            f"sm{''.join(map(str, torch.cuda.get_device_capability()))}"
             if torch.cuda.is_available()
             else "cpu"
         ),
