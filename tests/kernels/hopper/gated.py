@@ -46,14 +46,21 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "silu_mul": {"WIDTHS": (40,), "PLANTED": (16, 512), "ROWS": 9, "SOME": 9},
     "rope": {"SHAPES": ((8, 16, 1e6),), "PLANTED": 4, "ROWS": 9, "SOME": 9},
-    "logprobs": {"VOCABULARIES": (320,), "PLANTED": 256, "ROWS": 9, "SOME": 9},
+    # each program costs the interpreter some 50 ms here, whatever it computes
+    "logprobs": {
+        "VOCABULARIES": (80,),
+        "PLANTED": 256,
+        "ROWS": 5,
+        "SOME": 9,
+        "DTYPES": (torch.float32,),
+    },
     "linear": {"ROWS": (1, 2, 16, 17), "MOST": 20, "SOME": 9, "PLANTED": (16, 32, 256), "TILED": (64, 128)},
 }
 CONSTANTS: dict[str, dict[str, Any]] = {
     "rms_norm": {"reduce": "pair_tree", "accumulate": "float32"},
     "silu_mul": {},
     "rope": {"table": "float64_to_float32", "length": 8192},
-    "logprobs": {"block": BLOCK, "vocab_leaves": 8},
+    "logprobs": {"block": BLOCK, "vocab_leaves": 2},
     "linear": {"step": 16, "accumulate": "float32", "boundary": "model"},
 }
 
