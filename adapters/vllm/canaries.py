@@ -65,7 +65,9 @@ class Canary:
         return registry.canary_digest(call, self._function, self._constants, **inputs), expected
 
     def stale(self, bound: Any) -> str | None:
-        """In words, which copy of its weight the object computes with that is no longer the weight."""
+        """In words, what the object computes with that is not its own: a copy of an older weight, or the loan of a bias."""
+        if self._region == "qkv_bias" and bound.bias is None:
+            return "no bias of its own"
         packed = getattr(bound, "isoexec_packed", None)
         return None if packed is None or packed.fresh(bound.weight) else "a packed copy of an older weight"
 

@@ -50,7 +50,7 @@ def bound_objects(runner: Any) -> dict[str, list[tuple[str, Any]]]:
         region = _region_of(name, module)
         if region is not None:
             found[region].append((name, module))
-        if isinstance(module, ColumnParallelLinear) and module.bias is not None:
+        if isinstance(module, ColumnParallelLinear) and (module.has_bias or module.bias is not None):
             found["qkv_bias"].append((name, module))
         if isinstance(module, Attention):
             found["attention"].append((name, module))

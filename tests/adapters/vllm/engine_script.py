@@ -599,16 +599,20 @@ def lost_bias(llm: Any, rollout: Any, whole: Any) -> dict[str, Any]:
     return found
 
 
-def bias_alone(contract: str, first: str) -> dict[str, Any]:
-    """MiMo natively, then with the contract's bias on the engine's own packed linears."""
-    code = {"trust_remote_code": True}
-    llm, _ = start(None, first, "bfloat16", **code)
-    native = llm.collective_rpc("isoexec_weight_partials", timeout=60)[0]["tensors"]
+def native_bias(first: str) -> dict[str, Any]:
+    """Digests of what can be read of a native MiMo."""
+    llm, _ = start(None, first, "bfloat16", trust_remote_code=True)
+    found = llm.collective_rpc("isoexec_weight_partials", timeout=60)[0]["tensors"]
     stop(llm)
+    return {"weights": found}
+
+
+def bias_alone(contract: str, first: str) -> dict[str, Any]:
+    """MiMo with the contract's bias on the engine's own packed linears."""
     os.environ["ISOEXEC_ENFORCE"] = "column_linear=off"
-    llm, rollout = start(contract, first, "bfloat16", **code)
+    llm, rollout = start(contract, first, "bfloat16", trust_remote_code=True)
     got, _ = sample(llm, rollout, prompts()[:4])
-    found = {"native": native, "report": reports(rollout)[0], "decode": bits(got)}
+    found = {"report": reports(rollout)[0], "decode": bits(got)}
     stop(llm)
     return found
 

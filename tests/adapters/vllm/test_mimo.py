@@ -121,10 +121,10 @@ def test_the_bias_region_alone_answers_over_the_engine_s_own_linears(
 
 
 def test_a_bias_the_native_engine_widens_is_digested_as_it_was_loaded(
-    run: Run, models: dict[str, str], pinned_mimo: str, found: dict[str, Any]
+    run: Run, models: dict[str, str], found: dict[str, Any]
 ) -> None:
     if found["dtype"] == "bfloat16":
-        native = run("bias_alone", contract=pinned_mimo, first=models["mimo"])["native"]
+        native = run("native_bias", first=models["mimo"])["weights"]
         biases = {n for n in native if n.endswith("_proj.bias")}
         assert len(biases) == 9
         assert {n: native[n] for n in biases} == {n: found["weights"][n] for n in biases}
