@@ -24,7 +24,7 @@ def pinned_text(
     """Return the text with digests replaced.
 
     `sources` is {function: digest}, the `source` of its own kernels. `evidence` is {function: digest} for the discharges of
-    the function's bindings and of its providers, or {"function|provider": digest} for those of one provider, which wins.
+    the function's bindings and own kernels, or {"function|provider": digest} for one provider's, which wins.
     Raises ContractError for a name the file does not have, for what is no digest, and for a text that is not a contract.
     """
     document = parse(text, path=path)
@@ -67,7 +67,9 @@ def _sources(document: Document, contract: Contract, sources: Mapping[str, str])
 def _discharges(document: Document, contract: Contract, evidence: Mapping[str, str]) -> Iterator[Edit]:
     done = set()
     for index, provider in enumerate(contract.providers):
-        names = (f"{provider.function}|{provider.name}", provider.function)
+        # a library is not our kernel: its evidence is its own
+        general = (provider.function,) if provider.kind == "kernel" else ()
+        names = (f"{provider.function}|{provider.name}", *general)
         name = next((one for one in names if one in evidence), None)
         if name is not None:
             done.add(name)

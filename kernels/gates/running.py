@@ -227,10 +227,6 @@ def pin_contract(path: Path, records: Iterable[EvidenceRecord]) -> list[str]:
     ours = {record.function: record for record in records if record.arch == contract.arch}
     own = {p.function for p in contract.providers if p.kind == "kernel"} & set(ours)
     evidence = {function: ours[function].digest for function in own}
-    # the record is of our kernel: another provider of the function keeps its own
-    for provider in contract.providers:
-        if provider.function in own and provider.kind != "kernel" and provider.discharge.evidence is not None:
-            evidence[f"{provider.function}|{provider.name}"] = provider.discharge.evidence
     return pin(path, {f: ours[f].provider.source or "" for f in own}, evidence)
 
 

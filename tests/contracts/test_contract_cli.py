@@ -17,9 +17,10 @@ import pytest
 import isoexec.contracts.main as console
 from isoexec.contracts.errors import ContractError
 from isoexec.contracts.halting import HaltMarker
+from isoexec.contracts.loading import parse
 from isoexec.contracts.main import main
 from isoexec.contracts.pinning import pin, pinned_text
-from isoexec.contracts.schema import Contract
+from isoexec.contracts.schema import Contract, library
 
 GOLDEN = Path(__file__).parent / "vectors" / "contract.yaml"
 DIGEST = "sha256:" + "ab" * 32
@@ -153,6 +154,37 @@ def test_pin_rewrites_the_digest_and_nothing_else(tmp_path: Path, capsys: Captur
     assert path.stat().st_mode & 0o777 == 0o640
     assert [one.name for one in tmp_path.iterdir()] == ["mine.yaml"]
     assert pin(path, {"logprobs.leaves/1": DIGEST}) == []
+
+
+def test_pin_writes_evidence_where_there_was_none_and_where_there_was(tmp_path: Path) -> None:
+    other = "sha256:" + "c" * 64
+    text = library("qwen3-dense-cpu").read_text()
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    assert pin(path, {}, {"rope.neox_fp32/1": DIGEST}) == ["rope.neox_fp32/1"]
+    assert path.read_text().count(DIGEST) == 2  # the binding and the kernel
+    assert pin(path, {}, {"rope.neox_fp32/1|isoexec.kernels.rope": other}) == ["rope.neox_fp32/1"]
+    assert (path.read_text().count(DIGEST), path.read_text().count(other)) == (1, 1)
+    assert main(["contract", "pin", str(path), "--evidence", f"no.such/1={DIGEST}"]) == 1
+    block = text.replace(
+        "    discharge: {kind: evidence, evidence: " + _evidence_of(text, "rope") + "}",
+        "    discharge:\n      kind: none",
+    )
+    assert "kind: none" in block
+    after = pinned_text(block, {}, {"rope.neox_fp32/1": DIGEST})
+    assert f"    discharge:\n      kind: evidence\n      evidence: {DIGEST}" in after
+
+
+def test_pin_gives_a_library_no_evidence_of_a_kernel() -> None:
+    text = library("qwen3-next-sm90").read_text()
+    with pytest.raises(ContractError, match="nothing is discharged for"):
+        pinned_text(text, {}, {"embedding.lookup/1|nobody": DIGEST})
+    after = pinned_text(text, {}, {"embedding.lookup/1": DIGEST})
+    assert after.count(DIGEST) == 1  # the binding
+
+
+def _evidence_of(text: str, region: str) -> str:
+    return str(Contract.from_document(parse(text)).region(region).discharge.evidence)
 
 
 def test_pin_keeps_a_quoted_file_a_contract() -> None:
