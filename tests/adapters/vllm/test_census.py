@@ -22,7 +22,7 @@ PLANTED = {
     "a native activation": ("*", "model.layers.0.mlp.act_fn"),
     "a native linear": ("*", "model.layers.1.mlp.gate_up_proj"),
     "fused attention": ("aten::*scaled_dot_product*", "model.layers.0.self_attn.q_norm"),
-    "a cast of the logits": ("aten::_to_copy", "logits_processor"),
+    "a cast of the logits": ("aten::*to*", "logits_processor"),
     "arithmetic on logprobs": ("aten::add", "*"),
 }
 
