@@ -32,7 +32,10 @@ from isoexec.contracts.window import REGIMES
 __all__ = ["run"]
 
 _PHASES = ("monitor", "contract", "contract-tp2", "fault")
-_MODELS = {"qwen3": (make_qwen3, "qwen3-dense-cpu"), "mimo": (make_mimo, "mimo-dense-cpu")}
+_MODELS: dict[str, tuple[Callable[..., Path], str]] = {
+    "qwen3": (make_qwen3, "qwen3-dense-cpu"),
+    "mimo": (make_mimo, "mimo-dense-cpu"),
+}
 _SEED = 20
 
 

@@ -207,7 +207,7 @@ def test_a_bias_that_is_lost_or_replaced_behind_the_back_is_found(
         said.append(adapter.verify()[0].problems())
         del linear.compute_bias
         original = ContractColumnParallelLinear.compute_bias
-        ContractColumnParallelLinear.compute_bias = lambda _self, x, bias: x + bias  # type: ignore[method-assign]
+        ContractColumnParallelLinear.compute_bias = lambda self, x, bias: x + bias  # type: ignore[method-assign]  # noqa: ARG005
         said.append(adapter.verify()[0].problems())
         ContractColumnParallelLinear.compute_bias = original  # type: ignore[method-assign]
         bias, linear.bias = linear.bias, None
