@@ -13,7 +13,7 @@ export PATH := $(CURDIR)/.tools/usr/bin:$(PATH)
 LIGHT_ROOMS := tests/contracts tests/daemon tests/dashboards
 ENGINE_ROOMS := tests/kernels tests/probes tests/adapters tests/examples
 
-.PHONY: demo test test-light test-engines lint format pin proven prometheus clean
+.PHONY: demo test test-light test-engines lint format generate pin proven prometheus clean
 .DEFAULT_GOAL := test
 
 demo: .venv/.ready proven
@@ -45,6 +45,18 @@ format: .venv/.ready
 # ages slowly, and another torch is another environment anyway.
 pin: .venv/.ready
 	.venv/bin/isoexec gate run --missing --valid-days 1825 --store contracts/evidence --pin $(wildcard contracts/library/*-cpu.yaml)
+
+# Writes anew every file that is made of code: schemas, specification tables, the page of lint rules, shipped contracts (their
+# digests are kept), golden vectors, dashboards. Tests compare them.
+generate: .venv/.ready
+	@mkdir -p .cache
+	.venv/bin/isoexec contract schema --of contract > .cache/schema.json && mv .cache/schema.json contracts/spec/contract-v1.schema.json
+	.venv/bin/isoexec contract schema --of evidence > .cache/schema.json && mv .cache/schema.json contracts/spec/evidence-v1.schema.json
+	.venv/bin/isoexec contract explain --format markdown > .cache/lint.md && mv .cache/lint.md contracts/spec/lint.md
+	.venv/bin/python -m isoexec.contracts.specification
+	.venv/bin/python -m isoexec.contracts.models.library
+	.venv/bin/python tests/contracts/vectors/make.py
+	.venv/bin/isoexec dashboards build
 
 # nothing where the shipped records are of this build (CPU, torch); else a minute of quick gates, once
 proven: .venv/.ready
