@@ -10,9 +10,10 @@ import json
 import sys
 import traceback
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
-import emulation  # noqa: F401 - the interpreter is asked for before anything imports triton
+import emulation  # type: ignore[import-not-found]  # noqa: F401 - the interpreter is asked for before anything imports triton
 import numpy as np
 import torch
 
@@ -65,15 +66,24 @@ CONSTANTS: dict[str, dict[str, Any]] = {
 }
 
 
+def replace(module: ModuleType, **values: Any) -> None:
+    for name, value in values.items():
+        assert hasattr(module, name), (module.__name__, name)
+        setattr(module, name, value)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     np.seterr(all="ignore")  # infinities and NaN are among the inputs
-    forward.QUICK = (1, 3, 9)
-    table.tiles = lambda: dict.fromkeys(WEIGHTS, ((1, TILE), (8192, TILE)))
+    replace(forward, QUICK=(1, 3, 9))
+    replace(table, tiles=lambda: dict.fromkeys(WEIGHTS, ((1, TILE), (8192, TILE))))
     state = [cublaslt.SHIPPED]
-    cublaslt.switches = lambda: state[0]
-    cublaslt.restore = lambda wanted: state.__setitem__(0, wanted)
-    cublaslt.PROBES = ((64, 64, 1024),)
+    replace(
+        cublaslt,
+        switches=lambda: state[0],
+        restore=lambda wanted: state.__setitem__(0, wanted),
+        PROBES=((64, 64, 1024),),
+    )
     results = {}
     for op in sys.argv[1:] or SMALL:
         gate = import_module(f"isoexec.kernels.{op}.hopper.gate")
@@ -81,10 +91,10 @@ def main() -> None:
             assert hasattr(gate, name), (op, name)
             setattr(gate, name, value)
             if name == "WIDEST":
-                import_module(f"isoexec.kernels.{op}.hopper.ops").WIDEST = value
+                replace(import_module(f"isoexec.kernels.{op}.hopper.ops"), WIDEST=value)
         if op == "logprobs":
-            ops = import_module("isoexec.kernels.logprobs.hopper.ops")
-            ops.BLOCK = gate.naive.BLOCK = BLOCK
+            replace(import_module("isoexec.kernels.logprobs.hopper.ops"), BLOCK=BLOCK)
+            gate.naive.BLOCK = BLOCK
             gate.naive.token_logprobs.__kwdefaults__["block"] = BLOCK
             # a program more costs the interpreter far more than a row more
             gate.launch_partials.__kwdefaults__["rows_per_program"] = 64

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-import emulation  # noqa: F401 - the interpreter is asked for before anything imports triton
+import emulation  # type: ignore[import-not-found]  # noqa: F401 - the interpreter is asked for before anything imports triton
 import numpy as np
 import torch
 from torch import Tensor
