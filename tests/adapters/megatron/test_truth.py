@@ -308,7 +308,7 @@ def test_a_trainer_left_alone_has_nothing_to_report_before_or_after(seen: dict[s
     assert seen["after"] == ()
 
 
-def test_a_verification_costs_less_than_a_thousandth_of_the_shortest_default_period(
+def test_a_verification_costs_little_of_the_default_period(
     seen: dict[str, Any],
 ) -> None:
     print(f"verify {seen['seconds'] * 1e3:.1f} ms, of it the comparison {seen['compare'] * 1e3:.1f} ms")
