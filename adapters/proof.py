@@ -20,10 +20,12 @@ import structlog
 import yaml
 
 from isoexec.contracts.discharge import Live, Refusal, refusals
-from isoexec.contracts.errors import InstallError
+from isoexec.contracts.errors import EvidenceError, InstallError
 from isoexec.contracts.evidence import Store, default_store
+from isoexec.contracts.parts import Provider
 from isoexec.contracts.schema import Contract
 from isoexec.kernels import registry
+from isoexec.kernels.providers.certify import certify_for
 from isoexec.probes.attest import environment
 
 if TYPE_CHECKING:
@@ -101,17 +103,27 @@ def _certify(contract: Contract, functions: Sequence[str], store: Store, arch: s
         for function in functions:
             admitted = [p for p in contract.providers if p.function == function]
             if any(p.kind == "kernel" for p in admitted):
-                _command(function, ["gate", "run", "--function", function, *where])
+                _gate(function, where)
             for provider in admitted:
                 if provider.kind == "library":
-                    _command(function, ["provider", "certify", provider.name, "--function", function, *where])
+                    _library(contract, provider, store)
     finally:
         asked.unlink(missing_ok=True)
 
 
-def _command(function: str, words: Sequence[str]) -> None:
-    # a process of its own: a worker of an engine may not have children of its own making, and has its device in use
-    command = [sys.executable, "-P", "-m", "isoexec.contracts.main", *words]
+def _gate(function: str, where: Sequence[str]) -> None:
+    # in a process of its own: partition gates start processes, which a worker of an engine may not
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "isoexec.contracts.main",
+        "gate",
+        "run",
+        "--function",
+        function,
+        *where,
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=False)
         problem = " ; ".join((done.stdout + done.stderr).strip().splitlines()[-5:]) if done.returncode else ""
@@ -122,5 +134,15 @@ def _command(function: str, words: Sequence[str]) -> None:
             region="evidence",
             wanted=f"{function} certified on this machine, as the contract lets it",
             found=problem,
-            fix=f"isoexec {' '.join(words[:2])} --function {function} says more",
+            fix=f"isoexec gate run --function {function} says more",
         )
+
+
+def _library(contract: Contract, provider: Provider, store: Store) -> None:
+    constants = [b.constants for b in contract.composition if b.function == provider.function]
+    try:
+        certify_for(contract, provider, provider.function, constants, store=store)
+    except EvidenceError as error:
+        raise InstallError(
+            region="evidence", wanted=error.wanted, found=f"{error.field}: {error.found}", fix=error.fix
+        ) from error
