@@ -76,24 +76,21 @@ def main() -> None:
         cut |= {"TOTALS": name == "decode", "HARDWARE": True}
         results[f"merge {name}"] = compiled(kernel.merge_kernel, types, cut, **plain)
     sizes = ("B", "tokens", "rows", "t_row", "p_row", "q_row", "q_head", "k_page", "k_row", "k_head")
-    types = {
-        "q": b,
-        "k": b,
-        "v": b,
-        "table": i,
-        "pages": i,
-        "scores": f,
-        "tops": f,
-        "out": f,
-        "total": f,
-        "lse": f,
-    }
-    types |= {"c": "fp32", "c_ln2": "fp32", **dict.fromkeys((*sizes, "v_page", "v_row", "v_head"), "i32")}
+    types = {"q": b, "k": b, "v": b, "table": i, "pages": i, "lies": i, "scores": f, "tops": f, "weights": b}
+    types |= {"ordered": f, "fades": f, "out": f, "total": f, "lse": f, "c": "fp32", "c_ln2": "fp32"}
+    types |= dict.fromkeys((*sizes, "v_page", "v_row", "v_head", "BLOCKS"), "i32")
     for D, keys in BLOCK.items():
-        cut = {"KV": 8, "GROUP": 4, "D": D, "KEYS": keys, "WIDTH": 128, "BLOCKS": 64, "PAGE": 16}
-        results[f"split scores {D}"] = compiled(split.scores_kernel, types, cut, **plain)
-        cut |= {"COLUMNS": 32, "HARDWARE": True}
-        results[f"split values {D}"] = compiled(split.values_kernel, types, cut, num_stages=3, **plain)
+        cut = {"KV": 8, "GROUP": 4, "CHAINS": 16, "D": D, "KEYS": keys, "WIDTH": 128, "MOST": 128, "PAGE": 16}
+        cut |= {"PER": 4, "COLUMNS": 32, "AHEAD": 4, "HARDWARE": True}
+        for name, of, warps, stages in (
+            ("scores", split.scores_kernel, 4, 5),
+            ("weights", split.weights_kernel, 4, 3),
+            ("sums", split.sums_kernel, 1, 3),
+            ("values", split.values_kernel, 4, 9),
+        ):
+            own = {k: v for k, v in cut.items() if k in of.arg_names}
+            tuning = {**plain, "num_warps": warps, "num_stages": stages}
+            results[f"split {name} {D}"] = compiled(of, types, own, **tuning)
     types = {"q_start": i, "lengths": i, "k_start": i, "blocks": i, "table": i, "pages": i}
     types |= dict.fromkeys(("B", "entries", "tokens", "kv_segment", "width", "b_row", "t_row"), "i32")
     for kind in (kernel.OWN, kernel.PAST, kernel.SINGLE):

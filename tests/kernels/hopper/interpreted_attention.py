@@ -213,7 +213,7 @@ def ints(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-LENGTHS = (3 * S + 5, 7, S, S + 1)
+LENGTHS = (2 * S + 5, 7, S, S + 1)
 STARTS = (0, *np.cumsum(LENGTHS).tolist())
 
 
@@ -319,21 +319,22 @@ def decode_prefill_and_chunks_through_pages_have_the_bits_of_the_packed_batch() 
                 {b: (n - 1, n) for b, n in enumerate(LENGTHS)},  # decode
                 {0: (0, 1)},  # the first token alone
                 {0: (S, S + 1), 3: (S - 1, S)},  # at the edge of a segment
-                {0: (3, 2 * S + 9)},  # a chunk over three segments that starts inside one
+                {0: (3, 2 * S + 4)},  # a chunk over three segments that starts inside one
                 {0: (S - 6, S + 7)},  # draft tokens over an edge
-                {3: (S, S + 1), 0: (10, 3 * S), 1: (0, 7)},  # decode and prefill in one step
-            ):
+                {3: (S, S + 1), 0: (10, 2 * S), 1: (0, 7)},  # decode and prefill in one step
+            )[: None if sinks is None else 2]:
                 got, index = cache.rows(of, sinks)
                 same(got, want[index], of)
-                got, index = cache.rows(of, sinks, most_keys=6 * S, folded=False)
-                same(got, want[index], (of, "larger bounds, a call a segment"))
+                if len(index) > 1 and sinks is None:
+                    got, index = cache.rows(of, most_keys=6 * S, folded=False)
+                    same(got, want[index], (of, "larger bounds, a call a segment"))
 
 
 @check
 def decode_split_by_keys_and_columns_has_the_bits_of_the_packed_batch() -> None:
     cache = Cache()
     want = cache.whole()
-    of = [(0, 3 * S + 4), (0, 2 * S), (0, S - 1), (1, 6), (3, S)]
+    of = [(0, 2 * S + 4), (0, S), (0, S - 1), (1, 6), (3, S)]
     index = torch.tensor([STARTS[b] + p for b, p in of])
     for paged in (True, False):
         step = plan(
@@ -385,7 +386,7 @@ def requests_without_rows_and_pages_without_keys_change_nothing() -> None:
     cache = Cache()
     with stand_in():
         want = cache.packed()
-        got, index = cache.rows({1: (6, 7), 2: (5, 5), 0: (90, 91)})
+        got, index = cache.rows({1: (6, 7), 2: (5, 5), 0: (60, 61)})
         same(got, want[index])
 
 
@@ -395,7 +396,7 @@ def attention_differs_with_another_segment_and_without_its_sinks() -> None:
     sinks = rand(2, dtype=torch.float32)
     with stand_in():
         other(cache.packed(sinks), cache.packed(), "sinks")
-    part = slice(STARTS[0], STARTS[1])
+    part = slice(0, S + 8)
     rows = cache.q[part], cache.k[part], cache.v[part]
     other(
         kernel.reference(*rows, SCALE, kv_segment=S, hardware=False),

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sm90 attention without a GPU: in Triton's interpreter, compiled, its shapes, and a library that is missing or unknown."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed here")
+
+from isoexec.contracts.evidence import default_store
+from isoexec.kernels.attention.hopper import fa3
+from isoexec.kernels.attention.hopper.ops import MOST_SEGMENTS, attention, plan, split_for
+from isoexec.kernels.domain import DomainError
+from isoexec.kernels.gates.checking import subject
+from isoexec.kernels.gates.found import gate_for
+
+HERE = Path(__file__).parent
+INTERPRETED = HERE / "interpreted_attention.py"
+CHECKS = [
+    n.name
+    for n in ast.parse(INTERPRETED.read_text()).body
+    if isinstance(n, ast.FunctionDef) and any(getattr(d, "id", "") == "check" for d in n.decorator_list)
+]
+FUNCTION = "attention.mma_segments/1"
+
+
+def _run(script: Path, **environment: str) -> dict[str, object]:
+    given = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
+    run = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env=given, timeout=290, cwd=HERE
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    found: dict[str, object] = json.loads(run.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, object]:
+    return _run(INTERPRETED, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, dict[str, int]]:
+    return _run(HERE / "compiled_attention.py", OMP_NUM_THREADS="1")  # type: ignore[return-value]
+
+
+@pytest.fixture
+def nothing_loaded() -> Iterator[None]:
+    fa3.load.cache_clear()
+    yield
+    fa3.load.cache_clear()
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_in_the_interpreter(name: str, interpreted: dict[str, object]) -> None:
+    assert interpreted[name] == ""
+
+
+def test_nothing_spills_and_registers_leave_room(built: dict[str, dict[str, int]]) -> None:
+    assert len(built) == 21
+    assert {n: b for n, b in built.items() if b["stack"] or b["local"] or b["registers"] > 224} == {}
+
+
+def test_only_what_names_the_chip_s_own_functions_is_approximate(built: dict[str, dict[str, int]]) -> None:
+    exact = {n: b for n, b in built.items() if n.startswith(("merge prefill", "merge decode, 32", "table"))}
+    assert len(exact) == 5
+    assert {n: b for n, b in exact.items() if b["approximate"] or b["flushing"]} == {}
+    others = {n: b["approximate"] for n, b in built.items() if n.startswith(("segment", "split weights"))}
+    assert min(others.values()) > 0
+
+
+def test_scores_and_values_use_the_tensor_cores(built: dict[str, dict[str, int]]) -> None:
+    found = {
+        n: b["matrix"] for n, b in built.items() if n.startswith(("segment", "split scores", "split values"))
+    }
+    assert len(found) == 9
+    assert min(found.values()) > 0
+
+
+def test_a_fake_output_has_the_shape_and_dtype_of_a_real_one() -> None:
+    step = plan(requests=2, tokens=5, most_rows=4, most_keys=9000, kv_segment=4096, page=16, device="meta")
+    q = torch.empty(5, 4, 128, dtype=torch.bfloat16, device="meta")
+    keys = torch.empty(99, 16, 2, 128, dtype=torch.bfloat16, device="meta")
+    out = attention(q, keys, keys, torch.empty(5, dtype=torch.int32, device="meta"), step, scale=0.1)
+    assert (out.shape, out.dtype, out.is_contiguous()) == (q.shape, torch.bfloat16, True)
+
+
+def test_a_gradient_is_refused_instead_of_missing() -> None:
+    step = plan(requests=1, tokens=2, most_rows=2, most_keys=2, kv_segment=4096, device="meta")
+    q = torch.empty(2, 4, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    out = attention(q, q, q, torch.empty(2, dtype=torch.int32, device="meta"), step, scale=0.1)
+    with pytest.raises(DomainError, match="sm90_attention refuses a backward pass"):
+        out.sum().backward()
+
+
+def test_tables_have_an_entry_a_request_and_segment() -> None:
+    sizes = {"requests": 3, "tokens": 700, "kv_segment": 256, "most_keys": 1000, "device": "meta"}
+    prefill = plan(most_rows=600, **sizes)  # type: ignore[arg-type]
+    assert (prefill.own.shape, prefill.past.shape, prefill.single) == ((5, 3 * 4 + 1), (5, 3 * 3 + 1), False)
+    chunk = plan(most_rows=2, **sizes)  # type: ignore[arg-type]
+    assert (chunk.own.shape, chunk.past.shape) == ((5, 3 * 2 + 1), (5, 3 * 3 + 1))
+    decode = plan(most_rows=1, page=16, **sizes)  # type: ignore[arg-type]
+    assert (decode.own.shape, decode.past.numel(), decode.single) == ((5, 3 * 4 + 1), 0, True)
+    assert decode.own_pages is not None
+    assert decode.own_pages.shape == (12, 16)
+    with pytest.raises(DomainError, match=f"at most {MOST_SEGMENTS} segments"):
+        plan(most_rows=1, **{**sizes, "most_keys": 256 * MOST_SEGMENTS + 1})  # type: ignore[arg-type]
+
+
+def test_few_entries_are_split_and_large_groups_never() -> None:
+    assert split_for(4, 8, 4, 128) is not None
+    assert split_for(5, 8, 4, 128) is None
+    assert split_for(1, 1, 17, 128) is None
+
+
+def test_a_missing_library_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_loaded: None
+) -> None:
+    monkeypatch.setenv(fa3.WHERE, str(tmp_path / "none.so"))
+    with pytest.raises(fa3.LibraryMissingError, match=r"which is no file.*Install vLLM for CUDA"):
+        fa3.load()
+
+
+def test_a_library_that_no_evidence_names_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_loaded: None
+) -> None:
+    other = tmp_path / "_vllm_fa3_C.abi3.so"
+    other.write_bytes(b"another build")
+    monkeypatch.setenv(fa3.WHERE, str(other))
+    with pytest.raises(fa3.UncertifiedLibraryError, match=r"wanted one of the certified builds.*vLLM 0.25.1"):
+        fa3.load()
+    monkeypatch.setattr(fa3, "_admitted", {fa3._build(other)})
+    with pytest.raises(fa3.LibraryMissingError, match="does not load"):  # admitted, and no library
+        fa3.load()
+
+
+def test_shipped_evidence_is_of_this_source_this_gate_and_a_certified_library() -> None:
+    store = default_store()
+    records = [store.read(digest) for digest in store.digests()]
+    ours = [r for r in records if r.function == FUNCTION and r.provider == subject(FUNCTION, "sm90")]
+    assert ours, "the source changed: run the gate again on a GPU"
+    for record in ours:
+        assert record.gate == gate_for(FUNCTION, "sm90").digest()
+        assert {check.family for check in record.checks} == set(gate_for(FUNCTION, "sm90").families)
+        for check in record.checks:
+            assert set(check.domain["library"]) <= fa3.BUILDS.keys()
