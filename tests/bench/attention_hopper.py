@@ -142,14 +142,18 @@ def time_prefill_parts(H: int, KV: int, D: int, T: int, S: int) -> None:
         q, k, v, step.own, None, scale=D**-0.5, path="causal", most_rows=S, most_keys=S, out=out
     )
     for j in range(n):
-        calls[f"past {j}"] = lambda i, j=j: fa3.call(
-            *(q, k, v, step.past[:, j : j + 2], None),
-            scale=D**-0.5,
-            path=fa3.PAST[D],
-            most_rows=T,
-            most_keys=S,
-            out=parts[j],
-        )
+
+        def past(i: int, j: int = j) -> None:
+            fa3.call(
+                *(q, k, v, step.past[:, j : j + 2], None),
+                scale=D**-0.5,
+                path=fa3.PAST[D],
+                most_rows=T,
+                most_keys=S,
+                out=parts[j],
+            )
+
+        calls[f"past {j}"] = past
     calls["merge"] = lambda i: kernel.launch_merge(
         out, own_lse, parts, lse, position, None, out, kv_segment=S
     )

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from compiled import compiled
+from compiled import compiled  # type: ignore[import-not-found]
 
 from isoexec.kernels.attention.hopper import kernel, split
 from isoexec.kernels.attention.hopper.naive import BLOCK
@@ -52,7 +52,7 @@ def main() -> None:
             "ASCENDING": False,
         }
         results[f"segment {D}"] = compiled(kernel.segment_kernel, types, cut, num_stages=2, **plain)
-    sizes = (
+    strides = (
         *("kv_segment", "heads", "own_row", "own_head", "ol_head", "part_slot", "part_row", "part_head"),
         *("pl_slot", "pl_head", "out_row", "out_head"),
     )
@@ -66,7 +66,7 @@ def main() -> None:
         "out": b,
         "part_total": f,
     }
-    types |= dict.fromkeys(sizes, "i32")
+    types |= dict.fromkeys(strides, "i32")
     for name, slots, heads, separate, sink in (
         ("prefill", 7, 32, True, False),
         ("decode", 8, 4, False, False),
@@ -75,10 +75,10 @@ def main() -> None:
         cut = {"SLOTS": slots, "D": 128, "HEADS": heads, "SEPARATE": separate, "SINK": sink}
         cut |= {"TOTALS": name == "decode", "HARDWARE": True}
         results[f"merge {name}"] = compiled(kernel.merge_kernel, types, cut, **plain)
-    sizes = ("B", "tokens", "rows", "t_row", "p_row", "q_row", "q_head", "k_page", "k_row", "k_head")
+    lengths = ("B", "tokens", "rows", "t_row", "p_row", "q_row", "q_head", "k_page", "k_row", "k_head")
     types = {"q": b, "k": b, "v": b, "table": i, "pages": i, "lies": i, "scores": f, "tops": f, "weights": b}
     types |= {"ordered": f, "fades": f, "out": f, "total": f, "lse": f, "c": "fp32", "c_ln2": "fp32"}
-    types |= dict.fromkeys((*sizes, "v_page", "v_row", "v_head", "BLOCKS"), "i32")
+    types |= dict.fromkeys((*lengths, "v_page", "v_row", "v_head", "BLOCKS"), "i32")
     for D, keys in BLOCK.items():
         cut = {"KV": 8, "GROUP": 4, "CHAINS": 16, "D": D, "KEYS": keys, "WIDTH": 128, "MOST": 128, "PAGE": 16}
         cut |= {"PER": 4, "COLUMNS": 32, "AHEAD": 4, "HARDWARE": True}

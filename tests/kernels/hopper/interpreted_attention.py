@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import interpreted as base  # patches the interpreter; first
+import interpreted as base  # type: ignore[import-not-found]  # patches the interpreter; first
 import numpy as np
 import torch
 from interpreted import differing, other, poisoned, rand, same
@@ -205,8 +205,8 @@ def stand_in(past: str | None = None) -> Iterator[None]:
 
 def run(step: Plan, q: Tensor, k: Tensor, v: Tensor, position: Tensor, sinks: Tensor | None = None) -> Tensor:
     tables = (step.own, step.own_pages, step.past, step.past_pages)
-    sizes = (step.kv_segment, step.requests, step.tokens, step.most_rows, step.single, step.folded)
-    return _attention(q, k, v, position, *tables, sinks, SCALE, *sizes)
+    sizes = (step.kv_segment, step.requests, step.tokens, step.most_rows)
+    return _attention(q, k, v, position, *tables, sinks, SCALE, *sizes, step.single, step.folded)
 
 
 def ints(values: Any) -> Tensor:
