@@ -259,7 +259,7 @@ def test_a_contract_that_changes_between_two_syncs_halts_and_its_fields_are_name
     marker = HaltMarker.read(daemon.state.run("edited").path)
     assert marker is not None
     assert (marker.rule, marker.verdict) == ("handshake", "violation")
-    first = marker.evidence["first"][0]  # type: ignore[index]
+    first = marker.evidence["first"][0]
     assert str(first["path"]).startswith("composition[attention].constants.kv_segment (")
     assert (first["engine"], first["trainer"]) == (64, 32)
     assert "composition[attention].constants.kv_segment" in (daemon.state_dir / "daemon.log").read_text()

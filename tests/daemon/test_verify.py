@@ -23,7 +23,10 @@ def contract() -> Contract:
 
 def attestation(contract: Contract, role: str, source: str = "", **changes: Any) -> Attestation:
     claims = contract.claims.topology[role]
-    environment = {"arch": contract.claims.environment.arch, **contract.claims.environment.variables}
+    environment: dict[str, Any] = {
+        "arch": contract.claims.environment.arch,
+        **contract.claims.environment.variables,
+    }
     environment |= {one.name: (one.admitted or ("1.0",))[0] for one in contract.claims.environment.versions}
     environment |= dict(contract.claims.environment.switches)
     regions = {}
