@@ -54,7 +54,7 @@ def test_admitted_degrees_lead_to_arguments_that_fail_closed(pinned: str) -> Non
     assert found["worker_cls"] == "isoexec.adapters.vllm.cpu_worker.IsoExecCPUWorker"
     assert found["enforce_eager"] is True
     assert found["gpu_memory_utilization"] == 0.5
-    assert found["additional_config"]["isoexec"]["numerical_policy"].startswith("sha256:")
+    assert found["additional_config"]["isoexec"]["contract"]["name"] == "qwen3-dense-cpu"
 
 
 def test_without_a_contract_only_the_reporting_methods_are_added() -> None:
