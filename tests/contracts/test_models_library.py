@@ -34,7 +34,7 @@ _NO_KERNEL_GDN = _NO_KERNEL_DENSE | {
     "attention_gate", "gdn_conv", "gdn_gating", "gdn_norm", "gdn_qk_norm", "gdn_rule", "norm", "qk_norm",
 }  # fmt: skip
 _LINEAR = {"column_linear", "lm_head", "row_linear"}
-_FORWARD_GDN = _LINEAR | {"logprobs", "rope", "silu_mul"}
+_FORWARD_GDN = _LINEAR | {"attention", "logprobs", "rope", "silu_mul"}
 _FORWARD_DENSE = _FORWARD_GDN | {"norm", "qk_norm"}
 _FORWARD_MLA = _LINEAR | {"latent_linear", "latent_norm", "logprobs", "norm", "router", "silu_mul"}
 _MLA = {
@@ -44,30 +44,30 @@ _MLA = {
 }
 _HYBRID_MOE = {
     "no kernel": _NO_KERNEL_GDN | _NO_KERNEL_MOE | {"shared_gate"},
-    "no evidence": {"attention", "embedding", "expert_linear"},
+    "no evidence": {"embedding", "expert_linear"},
     "evidence refused": _FORWARD_GDN | {"router"},
 }
 UNPROVEN: Mapping[str, Mapping[str, set[str]]] = {
     "qwen3-dense-sm90": {
         "no kernel": _NO_KERNEL_DENSE,
-        "no evidence": {"attention", "embedding"},
+        "no evidence": {"embedding"},
         "evidence refused": _FORWARD_DENSE,
     },
     "mimo-dense-sm90": {
         "no kernel": _NO_KERNEL_DENSE | {"qkv_bias"},
-        "no evidence": {"attention", "embedding"},
+        "no evidence": {"embedding"},
         "evidence refused": _FORWARD_DENSE - {"qk_norm"},
     },
     "qwen3-moe-sm90": {
         "no kernel": _NO_KERNEL_MOE,
-        "no evidence": {"attention", "embedding", "expert_linear"},
+        "no evidence": {"embedding", "expert_linear"},
         "evidence refused": _FORWARD_DENSE | {"router"},
     },
     "glm4-moe-lite-sm90": _MLA,
     "deepseek-v3-sm90": _MLA,
     "qwen3.5-dense-sm90": {
         "no kernel": _NO_KERNEL_GDN,
-        "no evidence": {"attention", "embedding"},
+        "no evidence": {"embedding"},
         "evidence refused": _FORWARD_GDN,
     },
     "qwen3.5-moe-sm90": _HYBRID_MOE,

@@ -444,7 +444,9 @@ def test_signed_records_satisfy_a_contract_that_wants_their_signer(
     public = capsys.readouterr().out.split()[-1]
     demanding = tmp_path / "demanding.yaml"
     demanding.write_text(
-        quick[2].read_text().replace("claims:\n", f'claims:\n  evidence: {{signers: ["{public}"]}}\n', 1)
+        quick[2]
+        .read_text()
+        .replace("evidence: {certify: install}", f'evidence: {{signers: ["{public}"]}}', 1)
     )
     code, out = verify(capsys, store, str(demanding))
     assert code == 1
