@@ -47,7 +47,10 @@ def test_a_hook_that_is_gone_is_found_from_inside_the_worker(said: dict[str, Any
 
 def test_an_engine_started_natively_does_not_pass_for_a_contracts(said: dict[str, Any]) -> None:
     assert said["no_quantization_no_worker"].startswith("InstallError: embedding: wanted")
-    assert "the worker's contract is not the driver's, 1 field differs: contract: " in said["no_quantization_no_worker"]
+    assert (
+        "the worker's contract is not the driver's, 1 field differs: contract: "
+        in said["no_quantization_no_worker"]
+    )
     assert "the worker has (absent), the driver has qwen3-dense-cpu" in said["no_quantization_no_worker"]
 
 
@@ -60,9 +63,13 @@ def test_compilation_is_refused(said: dict[str, Any]) -> None:
 
 
 def test_a_worker_with_another_contract_than_the_driver_is_refused(said: dict[str, Any]) -> None:
-    assert "engine: wanted the driver's contract in this worker, found 1 field differs: " in said["other_contract"]
     assert (
-        "composition[attention].constants.kv_segment: the driver has 64, this worker has 32" in said["other_contract"]
+        "engine: wanted the driver's contract in this worker, found 1 field differs: "
+        in said["other_contract"]
+    )
+    assert (
+        "composition[attention].constants.kv_segment: the driver has 64, this worker has 32"
+        in said["other_contract"]
     )
 
 
