@@ -39,11 +39,12 @@ WEIGHTS = ((32, 64), (64, 128))
 SMALL: dict[str, dict[str, Any]] = {
     "rms_norm": {
         "SHAPES": (("hidden", 1, 96), ("heads", 3, 16)),
-        "ROWS": 9,
-        "SOME": 9,
+        "ROWS": 5,
+        "SOME": 5,
         "FREE": [(1, 1), (4, 2)],
         "PLANTED": (16, 256),
         "WIDEST": 300,
+        "DTYPES": (torch.bfloat16,),
     },
     "silu_mul": {"WIDTHS": (40,), "PLANTED": (16, 512), "ROWS": 9, "SOME": 9},
     "rope": {"SHAPES": ((8, 16, 1e6),), "PLANTED": 4, "ROWS": 9, "SOME": 9},
