@@ -11,6 +11,8 @@ export ISOEXEC_EVIDENCE ?= $(CURDIR)/.cache/evidence
 export PATH := $(CURDIR)/.tools/usr/bin:$(PATH)
 
 LIGHT_ROOMS := tests/contracts tests/daemon tests/dashboards
+# two processes, each with whole files: engines and gates compute on one thread
+PYTEST := -m pytest -q -n 2 --dist loadfile
 ENGINE_ROOMS := tests/kernels tests/probes tests/adapters tests/examples
 
 .PHONY: demo test test-light test-engines lint format generate pin proven prometheus clean
@@ -24,11 +26,11 @@ test: test-light test-engines
 
 # contracts, daemon and dashboards, where torch, vLLM and Megatron are not installed
 test-light: .venv-light/.ready prometheus
-	.venv-light/bin/python -m pytest -q $(LIGHT_ROOMS) tests/test_packaging.py tests/test_house.py
+	.venv-light/bin/python $(PYTEST) $(LIGHT_ROOMS) tests/test_packaging.py tests/test_house.py
 
 # kernels, probes and adapters, on the real engines
 test-engines: .venv/.ready prometheus proven
-	.venv/bin/python -m pytest -q $(ENGINE_ROOMS)
+	.venv/bin/python $(PYTEST) $(ENGINE_ROOMS)
 
 lint: .venv/.ready
 	.venv/bin/ruff check .
