@@ -325,7 +325,7 @@ def make_plan(
                 region=name,
                 wanted=f"{provider.name} of source {provider.source}",
                 found=f"{region.function} of source {found}",
-                fix="use the release the contract was pinned for, or pin the contract anew (isoexec contract pin)",
+                fix="use the release the contract was pinned for, or run its gate anew (isoexec gate run --pin FILE)",
             )
         bindings.append(
             Binding(
