@@ -246,6 +246,8 @@ class Record(Kind):
     short: str = ""
 
     def read(self, value: object, place: Place) -> Any:
+        if self.short and value is None:
+            raise place.error("has no value", f"write one ({self.short}), or {{}} where any is admitted")
         if self.short and not isinstance(value, (Mapping, list)):
             value = {self.short: value}
         return read_record(self.cls, value, place)

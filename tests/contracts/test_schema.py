@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from isoexec.contracts.errors import ContractError
+from isoexec.contracts.loading import parse
 from isoexec.contracts.parts import Constraint
 from isoexec.contracts.schema import Contract, library
 
@@ -138,3 +139,18 @@ def test_a_constraint_admits(
 def test_an_unknown_shipped_contract_is_refused_by_name() -> None:
     with pytest.raises(ContractError, match="qwen3-dense-cpu"):
         library("qwen4")
+
+
+def test_a_fact_without_a_value_is_not_a_fact_that_may_be_anything() -> None:
+    text = (
+        library("qwen3-dense-cpu").read_text().replace("head_dim: {multiple_of: 2, minimum: 2}", "head_dim:")
+    )
+    with pytest.raises(ContractError, match="has no value") as caught:
+        Contract.from_document(parse(text))
+    assert caught.value.field == "model.facts.head_dim"
+    assert caught.value.line == 1 + text[: text.index("head_dim:")].count("\n")
+    assert (
+        Contract.from_document(parse(text.replace("head_dim:", "head_dim: {}")))
+        .model.facts["head_dim"]
+        .admits(7)
+    )
