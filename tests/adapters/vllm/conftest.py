@@ -75,7 +75,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     root = tmp_path_factory.mktemp("engine")
     server = subprocess.Popen(
         [sys.executable, "-P", str(SCRIPT)],
-        env={k: v for k, v in os.environ.items() if k not in _OURS} | _ENGINE_ENV,
+        env={k: v for k, v in os.environ.items() if k not in _OURS}
+        | _ENGINE_ENV
+        | {"PYTHONPATH": str(SCRIPT.parent)},
         cwd=root,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -101,7 +101,7 @@ def test_a_contract_pinned_for_other_kernels_is_refused(pinned: str, tmp_path: P
     other = tmp_path / "other.yaml"
     own = registry.source_digest("linear.chain/1")
     other.write_text(Path(pinned).read_text().replace(own, "sha256:" + "0" * 64))
-    with pytest.raises(InstallError, match="isoexec contract pin") as refused:
+    with pytest.raises(InstallError, match="isoexec gate run --pin") as refused:
         args(str(other), model="m")
     assert refused.value.region == "column_linear"
 

@@ -50,7 +50,7 @@ def test_what_is_planted_is_found_in_both_cases_with_module_and_stack(
         ]
         assert here, census.text()
         if not name.startswith("a native"):
-            assert any("engine_script.py:" in e.stack[0] for e in here), census.text()
+            assert any("engine_tampers.py:" in e.stack[0] for e in here), census.text()
 
 
 def test_the_same_engine_is_clean_before_and_after(found: dict[str, Census]) -> None:

@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.vllm
 
 TAMPERED = {
-    # what is done (engine_script.tampers) -> region, or "" for the process; words of the problem
+    # what is done (engine_tampers.tampers) -> region, or "" for the process; words of the problem
     "a kernel rebound where it is used": ("", "isoexec.adapters.vllm.cpu.silu_mul was replaced"),
     "an operator registered anew": ("", "was registered anew"),
     "a method of one object": ("norm", "model.layers.1.input_layernorm._forward_method was"),
