@@ -16,6 +16,7 @@ Prints counts; the first failure is kept as a file and ends the run with exit co
 from __future__ import annotations
 
 import argparse
+import copy
 import faulthandler
 import json
 import random
@@ -88,7 +89,8 @@ def mutate(value: Any, rng: random.Random) -> Any:
             taken = taken[key]
         action = rng.randrange(7)
         if action == 0:
-            holder[last] = rng.choice(WORDS) if rng.random() < 0.6 else rng.choice(SCALARS)
+            # a copy: the lists and maps among them may be changed by the next turn
+            holder[last] = rng.choice(WORDS) if rng.random() < 0.6 else copy.deepcopy(rng.choice(SCALARS))
         elif action == 1:
             del holder[last]
         elif action == 2:
