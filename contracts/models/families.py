@@ -80,6 +80,15 @@ _HYBRID_ABOUT = (
 )
 _MTP = "Multi-token-prediction layers draft tokens; they are no part of a logprob, and neither runtime loads them."
 
+_HYBRID_MOE_FACTS = {
+    **SM90,
+    **KV,
+    **MOE,
+    **SOFTMAX,
+    **GDN,
+    "shared_size": {"multiple_of": 128, "minimum": 128},
+}
+
 FAMILIES: tuple[Family, ...] = (
     Family(
         name="qwen3-dense-cpu",
@@ -244,14 +253,7 @@ FAMILIES: tuple[Family, ...] = (
         family="qwen3.5-moe",
         architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
         about=("Qwen3.5 with experts, such as Qwen3.5-35B-A3B, on Hopper.", *_HYBRID_ABOUT, _MTP),
-        facts={
-            **SM90,
-            **KV,
-            **MOE,
-            **SOFTMAX,
-            **GDN,
-            "shared_size": {"multiple_of": 128, "minimum": 128},
-        },
+        facts=_HYBRID_MOE_FACTS,
         parts=hybrid_moe(),
         engine=MOE_ENGINE,
         trainer=MOE_TRAINER,
@@ -264,14 +266,7 @@ FAMILIES: tuple[Family, ...] = (
         family="qwen3-next",
         architectures=("Qwen3NextForCausalLM",),
         about=("Qwen3-Next on Hopper.", *_HYBRID_ABOUT, _MTP),
-        facts={
-            **SM90,
-            **KV,
-            **MOE,
-            **SOFTMAX,
-            **GDN,
-            "shared_size": {"multiple_of": 128, "minimum": 128},
-        },
+        facts=_HYBRID_MOE_FACTS,
         parts=hybrid_moe(),
         engine=MOE_ENGINE,
         trainer=MOE_TRAINER,
