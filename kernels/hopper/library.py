@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers sm90 functions as opaque torch ops, and refuses a gradient they do not have."""
+"""Registers sm90 functions as opaque torch ops, with their gradient or a refusal of it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,29 @@ __all__ = ["define", "require_model_dtype"]
 _LIBRARY = torch.library.Library("isoexec", "FRAGMENT")
 
 
-def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Register `isoexec::<schema>` with a CUDA kernel and a fake kernel; return the callable overload.
+def define(
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., None] | None = None,
+) -> Any:
+    """Register `isoexec::<schema>` with a CUDA kernel, a fake kernel and, where given, its gradient; return the overload.
 
-    Asking for its gradient raises `DomainError`: without that a disconnected graph would train on zeros.
+    Without a `backward`, asking for the gradient raises `DomainError`: a disconnected graph would train on zeros.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, kernel, "CUDA")
     torch.library.register_fake(f"isoexec::{name}", fake, lib=_LIBRARY)
 
-    def backward(ctx: Any, *grads: Tensor) -> None:
+    def refuse(ctx: Any, *grads: Tensor) -> None:
         raise DomainError(f"isoexec::{name}", "a backward pass", "forward passes under torch.no_grad()")
 
-    torch.library.register_autograd(f"isoexec::{name}", backward, lib=_LIBRARY)
+    torch.library.register_autograd(
+        f"isoexec::{name}", backward or refuse, setup_context=setup_context, lib=_LIBRARY
+    )
     return getattr(torch.ops.isoexec, name).default
 
 
