@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes tiny, seeded Qwen3 and MiMo checkpoints (config.json and safetensors) that both runtimes load; nothing is downloaded.
+"""Writes tiny, seeded Qwen3, Qwen3-MoE and MiMo checkpoints (config.json and safetensors) that both runtimes load.
+
+Nothing is downloaded.
 
 The initial weights are wider than Hugging Face's default: a standard deviation of 0.02 gives near-uniform
 logits, and those hide rounding differences.
@@ -38,10 +40,12 @@ def qwen3_weights(
     vocab: int = 512,
     dtype: torch.dtype = torch.float32,
     mimo: bool = False,
+    experts: int = 0,
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of one model by Hugging Face name; the same seed always gives the same bytes.
 
-    ``mimo`` gives query, key and value a bias and leaves the norms of their heads out.
+    ``mimo`` gives query, key and value a bias and leaves the norms of their heads out.  With ``experts`` every layer has a
+    router and that many experts of width ``ffn``.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -67,9 +71,12 @@ def qwen3_weights(
         o_width = heads * head_dim
         weights[f"{at}self_attn.o_proj.weight"] = matrix(hidden, o_width, o_width**-0.5)
         weights[f"{at}post_attention_layernorm.weight"] = scale(hidden)
-        weights[f"{at}mlp.gate_proj.weight"] = matrix(ffn, hidden, hidden**-0.5)
-        weights[f"{at}mlp.up_proj.weight"] = matrix(ffn, hidden, hidden**-0.5)
-        weights[f"{at}mlp.down_proj.weight"] = matrix(hidden, ffn, ffn**-0.5)
+        if experts:
+            weights[f"{at}mlp.gate.weight"] = matrix(experts, hidden, hidden**-0.5)
+        for mlp in (f"{at}mlp.experts.{e}" for e in range(experts)) if experts else (f"{at}mlp",):
+            weights[f"{mlp}.gate_proj.weight"] = matrix(ffn, hidden, hidden**-0.5)
+            weights[f"{mlp}.up_proj.weight"] = matrix(ffn, hidden, hidden**-0.5)
+            weights[f"{mlp}.down_proj.weight"] = matrix(hidden, ffn, ffn**-0.5)
     weights["model.norm.weight"] = scale(hidden)
     weights["lm_head.weight"] = matrix(vocab, hidden, 3.0 * hidden**-0.5)
     return weights
@@ -141,6 +148,67 @@ def make_qwen3(
         "use_cache": True,
         "use_sliding_window": False,
         "vocab_size": vocab,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return folder
+
+
+def make_qwen3_moe(
+    path: Path | str,
+    *,
+    seed: int,
+    layers: int = 2,
+    hidden: int = 128,
+    expert_ffn: int = 128,
+    experts: int = 8,
+    chosen: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    vocab: int = 512,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Write a Qwen3-MoE checkpoint to folder ``path``; return it.
+
+    Every layer has ``experts`` experts of width ``expert_ffn`` and no dense MLP; a token goes to ``chosen`` of them, whose
+    weights are normed to a sum of one.
+    """
+    folder = make_qwen3(
+        path,
+        seed=seed,
+        layers=layers,
+        hidden=hidden,
+        ffn=2 * expert_ffn,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=vocab,
+        dtype=dtype,
+    )
+    weights = qwen3_weights(
+        seed=seed,
+        layers=layers,
+        hidden=hidden,
+        ffn=expert_ffn,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=vocab,
+        dtype=dtype,
+        experts=experts,
+    )
+    save_weights(folder / WEIGHTS, weights)
+    config = json.loads((folder / "config.json").read_text()) | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": expert_ffn,
+        "norm_topk_prob": True,
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     return folder
