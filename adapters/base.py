@@ -24,6 +24,7 @@ from isoexec.contracts.routes import ROUTE_RULES, on_failure
 from isoexec.contracts.schema import Contract
 from isoexec.contracts.topology import check_topology
 from isoexec.kernels import registry
+from isoexec.probes.attest import arch
 from isoexec.probes.client import contract_from_env
 
 __all__ = [
@@ -288,8 +289,11 @@ def make_plan(
             fix="load the model in an admitted dtype",
         )
     modes = enforcement_from_env(more=contract.regions)
+    regions = regions_of(contract, role)
+    if any(modes[name].installs for name in regions):
+        _require_arch(contract)
     bindings = []
-    for name in regions_of(contract, role):
+    for name in regions:
         mode = modes[name]
         _require_route(contract, name, mode)
         if mode is Enforcement.OFF:
@@ -319,7 +323,7 @@ def make_plan(
                 found="adapters that bind own kernels only",
                 fix=f"admit an own kernel of {region.function}, or say ISOEXEC_ENFORCE={name}=off to run it natively",
             )
-        found = registry.source_digest(region.function)
+        found = registry.source_digest(region.function, contract.arch)
         if mode.installs and provider.source != found:
             raise InstallError(
                 region=name,
@@ -339,6 +343,17 @@ def make_plan(
         )
     require_evidence(contract, [b for b in bindings if b.enforcement.installs])
     return Plan(role=role, contract=contract, topology=dict(topology or {}), bindings=tuple(bindings))
+
+
+def _require_arch(contract: Contract) -> None:
+    here = arch()
+    if contract.arch != here:
+        raise InstallError(
+            region="model",
+            wanted=f"a process on {contract.arch}, the arch of {contract.name}",
+            found=here,
+            fix=f"start it where there is such a device, or take a contract of {here} (isoexec contract for MODEL_DIR)",
+        )
 
 
 def _require_route(contract: Contract, name: str, mode: Enforcement) -> None:

@@ -39,11 +39,13 @@ _LIMIT = 600.0  # seconds for the quick gate of one function
 
 
 def live(functions: Iterable[str]) -> Live:
-    """The process as evidence is judged against it: arch, sources of the kernels installed here, environment."""
+    """The process as evidence is judged against it: arch, sources of the kernels installed here for it, environment."""
     found = {name: str(value) for name, value in environment().items()}
+    arch = found["arch"]
+    here = [name for name in functions if arch in registry.FUNCTIONS[name].arch]
     return Live(
-        arch=found["arch"],
-        sources={function: registry.source_digest(function) for function in functions},
+        arch=arch,
+        sources={function: registry.source_digest(function, arch) for function in here},
         environment=found,
     )
 

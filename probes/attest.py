@@ -14,7 +14,14 @@ from isoexec.kernels import switches
 from isoexec.probes.client import Client, installed_versions
 from isoexec.probes.contract import ContractNow, contract_now
 
-__all__ = ["environment", "send_attestation"]
+__all__ = ["arch", "environment", "send_attestation"]
+
+
+def arch() -> str:
+    """`cpu`, or `sm` and the compute capability of this process's GPU, as a contract names an arch."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    return f"sm{''.join(map(str, torch.cuda.get_device_capability()))}"
 
 
 def environment() -> dict[str, Any]:
@@ -22,11 +29,7 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "arch": (
-            f"sm{''.join(map(str, torch.cuda.get_device_capability()))}"
-            if torch.cuda.is_available()
-            else "cpu"
-        ),
+        "arch": arch(),
         **installed_versions(),
         **switches.environment(),
     }

@@ -56,6 +56,18 @@ def test_the_shipped_contract_is_proven_in_this_process(contract: Contract, reco
     assert make_plan(contract, "trainer", DEGREES, "bfloat16").binding("rope") is not None
 
 
+def test_a_contract_of_another_arch_is_refused_before_its_evidence_is_read() -> None:
+    hopper = Contract.load(library("qwen3-dense-sm90"))
+    with pytest.raises(InstallError, match=r"wanted a process on sm90, .*found cpu"):
+        make_plan(hopper, "trainer", DEGREES)
+
+
+def test_a_contract_of_another_arch_may_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISOEXEC_ENFORCE", "off")
+    hopper = Contract.load(library("qwen3-dense-sm90"))
+    assert make_plan(hopper, "trainer", DEGREES).bindings == ()
+
+
 def test_a_record_that_is_gone_is_refused(contract: Contract, records: Path) -> None:
     record_of(contract, records).unlink()
     with pytest.raises(
