@@ -87,8 +87,8 @@ class Function:
         return found
 
 
-def _cpu(op: str, *ops: str) -> Kernel:
-    return Kernel(arch="cpu", module=f"isoexec.kernels.{op}", ops=ops, folder=op)
+def _cpu(op: str, *ops: str, also: tuple[str, ...] = ()) -> Kernel:
+    return Kernel(arch="cpu", module=f"isoexec.kernels.{op}", ops=ops, folder=op, also=also)
 
 
 def _sm90(op: str, *ops: str, also: tuple[str, ...] = ()) -> Kernel:
@@ -97,6 +97,8 @@ def _sm90(op: str, *ops: str, also: tuple[str, ...] = ()) -> Kernel:
         arch="sm90", module=f"isoexec.kernels.{op}.hopper.ops", ops=ops, folder=f"{op}/hopper", also=also
     )
 
+
+_ROUTER = (("accumulate", "float32"), ("ties", "lowest_expert"), ("normalize", "chosen"))
 
 _ALL = (
     Function(
@@ -135,6 +137,43 @@ _ALL = (
         version=1,
         kernels=(),
         fixed=(("step", STEP), ("accumulate", "float32")),
+    ),
+    Function(
+        id="linear.grouped_chain",
+        version=1,
+        kernels=(
+            _cpu(
+                "grouped_linear",
+                *("pack_weights", "chain", "hand_off", "grouped_linear", "row_grouped_linear"),
+                also=("linear/ops.py", "linear/naive.py"),
+            ),
+        ),
+        fixed=(("row_tile", ROW_TILE), ("accumulate", "float32")),
+        free=("k_block",),
+    ),
+    Function(
+        id="router.softmax_topk",
+        version=1,
+        kernels=(_cpu("router", "softmax_topk", also=("hopper/spec.py",)),),
+        fixed=_ROUTER,
+    ),
+    Function(
+        id="router.sigmoid_topk",
+        version=1,
+        kernels=(_cpu("router", "sigmoid_topk", also=("hopper/spec.py",)),),
+        fixed=(*_ROUTER, ("bias", "selection_only"), ("group_score", "sum_of_two_best")),
+    ),
+    Function(
+        id="moe.dispatch",
+        version=1,
+        kernels=(_cpu("dispatch", "plan", "dispatch", "by_slot"),),
+        fixed=(("order", "expert_then_token"),),
+    ),
+    Function(
+        id="moe.combine",
+        version=1,
+        kernels=(_cpu("combine", "combine", also=("hopper/spec.py",)),),
+        fixed=(("order", "routing"), ("accumulate", "float32")),
     ),
     Function(id="bias.add", version=1, kernels=(_cpu("bias", "bias_add"),)),
     Function(
@@ -200,7 +239,7 @@ def source_digest(function_id: str, arch: str | None = None) -> str:
     """
     kernel = _function(function_id).kernel(arch)
     if kernel.arch == "cpu":
-        shared = [_ROOT / name for name in _SHARED]
+        shared = [_ROOT / name for name in (*_SHARED, *kernel.also)]
     else:
         shared = [
             _ROOT / "domain.py",
