@@ -56,7 +56,12 @@ REGIONS: tuple[str, ...] = (
     "row_linear",
     "rope",
     "attention",
+    "router",
+    "routing",
+    "dispatch",
+    "expert_linear",
     "silu_mul",
+    "combine",
     "lm_head",
     "logprobs",
 )
