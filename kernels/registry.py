@@ -88,7 +88,7 @@ class Function:
 
 
 def _cpu(op: str, *ops: str, also: tuple[str, ...] = ()) -> Kernel:
-    return Kernel(arch="cpu", module=f"isoexec.kernels.{op}", ops=ops, folder=op, also=also)
+    return Kernel(arch="cpu", module=f"isoexec.kernels.{op}", ops=ops, folder=op.replace(".", "/"), also=also)
 
 
 def _sm90(op: str, *ops: str, also: tuple[str, ...] = ()) -> Kernel:
@@ -98,6 +98,7 @@ def _sm90(op: str, *ops: str, also: tuple[str, ...] = ()) -> Kernel:
     )
 
 
+_ROUTER_FILES = ("router/naive.py", "router/ops.py")
 _ROUTER = (("accumulate", "float32"), ("ties", "lowest_expert"), ("normalize", "chosen"))
 
 _ALL = (
@@ -160,7 +161,7 @@ _ALL = (
     Function(
         id="router.sigmoid_topk",
         version=1,
-        kernels=(_cpu("router", "sigmoid_topk", also=("hopper/spec.py",)),),
+        kernels=(_cpu("router.sigmoid", "sigmoid_topk", also=("hopper/spec.py", *_ROUTER_FILES)),),
         fixed=(*_ROUTER, ("bias", "selection_only"), ("group_score", "sum_of_two_best")),
     ),
     Function(

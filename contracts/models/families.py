@@ -13,6 +13,9 @@ from isoexec.contracts.models.regions import (
     BIAS,
     CPU_DENSE,
     CPU_ENGINE,
+    CPU_MOE,
+    CPU_MOE_ENGINE,
+    CPU_MOE_TRAINER,
     CPU_TRAINER,
     DENSE,
     EMBEDDING,
@@ -37,6 +40,7 @@ from isoexec.contracts.models.regions import (
     Facts,
     Part,
     cpu,
+    cpu_moe,
     dense,
     experts,
     gqa,
@@ -89,6 +93,8 @@ _HYBRID_MOE_FACTS = {
     "shared_size": {"multiple_of": 128, "minimum": 128},
 }
 
+_CPU_QK_NORM = Part(region="qk_norm", ops=("q_norm", "k_norm"), function="rms_norm.tree/1", constants=TREE)
+
 FAMILIES: tuple[Family, ...] = (
     Family(
         name="qwen3-dense-cpu",
@@ -100,10 +106,7 @@ FAMILIES: tuple[Family, ...] = (
             "Serves any size whose K and N shards are whole K blocks of 64 at TP 2.",
         ),
         facts=CPU_DENSE,
-        parts=cpu(
-            (Part(region="qk_norm", ops=("q_norm", "k_norm"), function="rms_norm.tree/1", constants=TREE),),
-            (),
-        ),
+        parts=cpu((_CPU_QK_NORM,), ()),
         engine=CPU_ENGINE,
         trainer=CPU_TRAINER,
         page=128,
@@ -122,6 +125,22 @@ FAMILIES: tuple[Family, ...] = (
         parts=cpu((), (BIAS,)),
         engine=CPU_ENGINE,
         trainer=CPU_TRAINER,
+        page=128,
+    ),
+    Family(
+        name="qwen3-moe-cpu",
+        arch="cpu",
+        family="qwen3-moe",
+        architectures=("Qwen3MoeForCausalLM",),
+        about=(
+            "Qwen3 with experts in every layer, on CPU: engine and trainer give the same bits for TP, EP and ETP 1 and 2, with",
+            "sequence parallelism. Rows move between ranks as they are; a token's experts are added where it lives, in fp32, in",
+            "the order the router chose them.",
+        ),
+        facts=CPU_MOE,
+        parts=cpu_moe(_CPU_QK_NORM),
+        engine=CPU_MOE_ENGINE,
+        trainer=CPU_MOE_TRAINER,
         page=128,
     ),
     Family(

@@ -17,6 +17,9 @@ __all__ = [
     "BIAS",
     "CPU_DENSE",
     "CPU_ENGINE",
+    "CPU_MOE",
+    "CPU_MOE_ENGINE",
+    "CPU_MOE_TRAINER",
     "CPU_TRAINER",
     "DENSE",
     "EMBEDDING",
@@ -44,6 +47,7 @@ __all__ = [
     "Facts",
     "Part",
     "cpu",
+    "cpu_moe",
     "dense",
     "experts",
     "gqa",
@@ -89,6 +93,10 @@ PROVIDERS: dict[str, dict[str, Admitted]] = {
         "embedding.lookup/1": Admitted(name="isoexec.kernels.embedding"),
         "rms_norm.tree/1": Admitted(name="isoexec.kernels.rms_norm"),
         "linear.chain/1": Admitted(name="isoexec.kernels.linear"),
+        "linear.grouped_chain/1": Admitted(name="isoexec.kernels.grouped_linear"),
+        "router.softmax_topk/1": Admitted(name="isoexec.kernels.router"),
+        "moe.dispatch/1": Admitted(name="isoexec.kernels.dispatch"),
+        "moe.combine/1": Admitted(name="isoexec.kernels.combine"),
         "bias.add/1": Admitted(name="isoexec.kernels.bias"),
         "rope.neox_fp32/1": Admitted(name="isoexec.kernels.rope"),
         "attention.segments/1": Admitted(name="isoexec.kernels.attention"),
@@ -139,6 +147,36 @@ _PLAIN: Facts = {
     "rope_type": "default",
 }
 
+_EXPERT_LINEARS = ("expert_gate_up", "expert_down")
+SOFTMAX_TOPK = Part(
+    region="routing",
+    ops=("router_score", "router_topk", "router_weight"),
+    function="router.softmax_topk/1",
+    constants={"accumulate": "float32", "ties": "lowest_expert", "normalize": "chosen"},
+)
+
+
+def _experts(routing: Part, linears: Part, combine: tuple[str, ...]) -> tuple[Part, ...]:
+    """What both archs compute alike of experts, around the `linears` that they do not."""
+    return (
+        routing,
+        Part(
+            region="dispatch",
+            ops=("expert_dispatch",),
+            function="moe.dispatch/1",
+            constants={"order": "expert_then_token"},
+            route="canonical",
+        ),
+        linears,
+        Part(
+            region="combine",
+            ops=combine,
+            function="moe.combine/1",
+            constants={"order": "routing", "accumulate": "float32"},
+        ),
+    )
+
+
 # -- cpu -----------------------------------------------------------------------------------------------------------------------
 
 TREE: Mapping[str, Value] = {"reduce": "halving_tree", "accumulate": "float32"}
@@ -156,38 +194,93 @@ CPU_DENSE: Facts = {
     "partial_rotary": False,
     **_PLAIN,
 }
+# the gradients of a router's logits are sums over experts in blocks of at least 16
+CPU_MOE: Facts = {
+    **{name: value for name, value in CPU_DENSE.items() if name != "intermediate_size"},
+    "experts": {"multiple_of": 16, "minimum": 16},
+    "experts_per_token": {"minimum": 1, "maximum": 16},
+    "expert_size": {"multiple_of": 128, "minimum": 128},
+    "router_normalize": True,
+    "tied_head": False,
+    "router_score": "softmax",
+    "router_bias": False,
+    "expert_groups": 1,
+    "dense_layers": 0,
+    "shared_size": 0,
+}
 CPU_ENGINE: Degrees = {"TP": (1, 2)}
 CPU_TRAINER: Degrees = {"TP": (1, 2), "SP": (1, 2), "PP": (1, 2)}
+CPU_MOE_ENGINE: Degrees = {"TP": (1, 2), "EP": (1, 2), "ETP": (1, 2)}
+CPU_MOE_TRAINER: Degrees = {**CPU_MOE_ENGINE, "SP": (1, 2)}
+
+
+def _chain(region: str, *ops: str, boundary: str = "model") -> Part:
+    constants = {**_CHAIN, "boundary": boundary}
+    return Part(region=region, ops=ops, function="linear.chain/1", constants=constants)
+
+
+_CPU_NORM = Part(region="norm", ops=LAYER_NORMS, function="rms_norm.tree/1", constants=TREE)
+_CPU_ATTENTION = (
+    NEOX,
+    Part(
+        region="attention",
+        ops=("attention",),
+        function="attention.segments/1",
+        constants={"kv_segment": 32, "query_tile": 16},
+    ),
+)
+_CPU_HEAD = (
+    _chain("lm_head", "lm_head", boundary="float32"),
+    Part(
+        region="logprobs",
+        ops=("token_logprob",),
+        function="logprobs.leaves/1",
+        constants={"vocab_leaves": 8},
+    ),
+    _STEP,
+)
+
+
+def _exp_silu(*ops: str) -> Part:
+    return Part(region="silu_mul", ops=ops, function="silu_mul.exp/1", route="canonical")
 
 
 def cpu(head: tuple[Part, ...], bias: tuple[Part, ...]) -> tuple[Part, ...]:
-    def linear(region: str, ops: tuple[str, ...], boundary: str = "model") -> Part:
-        constants = {**_CHAIN, "boundary": boundary}
-        return Part(region=region, ops=ops, function="linear.chain/1", constants=constants)
-
     return (
         EMBEDDING,
-        Part(region="norm", ops=LAYER_NORMS, function="rms_norm.tree/1", constants=TREE),
+        _CPU_NORM,
         *head,
-        linear("column_linear", ("qkv_proj", "gate_up_proj")),
+        _chain("column_linear", "qkv_proj", "gate_up_proj"),
         *bias,
-        linear("row_linear", ("o_proj", "down_proj")),
-        NEOX,
-        Part(
-            region="attention",
-            ops=("attention",),
-            function="attention.segments/1",
-            constants={"kv_segment": 32, "query_tile": 16},
+        _chain("row_linear", "o_proj", "down_proj"),
+        *_CPU_ATTENTION,
+        _exp_silu("silu_mul"),
+        *_CPU_HEAD,
+    )
+
+
+def cpu_moe(*head: Part) -> tuple[Part, ...]:
+    """A Transformer with experts in every layer; `head` is what stands before its linears."""
+    return (
+        EMBEDDING,
+        _CPU_NORM,
+        *head,
+        _chain("column_linear", "qkv_proj"),
+        _chain("row_linear", "o_proj"),
+        *_CPU_ATTENTION,
+        _chain("router", "router_logits", boundary="float32"),
+        *_experts(
+            SOFTMAX_TOPK,
+            Part(
+                region="expert_linear",
+                ops=_EXPERT_LINEARS,
+                function="linear.grouped_chain/1",
+                constants=_CHAIN,
+            ),
+            ("expert_combine",),
         ),
-        Part(region="silu_mul", ops=("silu_mul",), function="silu_mul.exp/1", route="canonical"),
-        linear("lm_head", ("lm_head",), "float32"),
-        Part(
-            region="logprobs",
-            ops=("token_logprob",),
-            function="logprobs.leaves/1",
-            constants={"vocab_leaves": 8},
-        ),
-        _STEP,
+        _exp_silu("expert_silu_mul"),
+        *_CPU_HEAD,
     )
 
 
@@ -311,30 +404,10 @@ def dense(*middle: Part) -> tuple[Part, ...]:
 def experts(routing: Part, combine: tuple[str, ...]) -> tuple[Part, ...]:
     return (
         linear("router", "router_logits", boundary="float32"),
-        routing,
-        Part(
-            region="dispatch",
-            ops=("expert_dispatch",),
-            function="moe.dispatch/1",
-            constants={"order": "expert_then_token"},
-            route="canonical",
-        ),
-        grouped("expert_linear", "expert_gate_up", "expert_down"),
-        Part(
-            region="combine",
-            ops=combine,
-            function="moe.combine/1",
-            constants={"order": "routing", "accumulate": "float32"},
-        ),
+        *_experts(routing, grouped("expert_linear", *_EXPERT_LINEARS), combine),
     )
 
 
-SOFTMAX_TOPK = Part(
-    region="routing",
-    ops=("router_score", "router_topk", "router_weight"),
-    function="router.softmax_topk/1",
-    constants={"accumulate": "float32", "ties": "lowest_expert", "normalize": "chosen"},
-)
 _SIGMOID_TOPK = Part(
     region="routing",
     ops=("router_score", "router_bias", "router_groups", "router_topk", "router_weight"),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
-from isoexec.kernels.router.ops import sigmoid_topk, softmax_topk
+from isoexec.kernels.router.ops import softmax_topk
+from isoexec.kernels.router.sigmoid.ops import sigmoid_topk
 
 __all__ = ["sigmoid_topk", "softmax_topk"]

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routers: the k experts of the highest score, ties to the lowest expert, and their normalized weights, all in fp32.
+"""router.softmax_topk/1: the k experts of the highest logit, ties to the lowest expert, and their weights, all in fp32.
 
-router.softmax_topk/1 scores by the logit itself, whose order a softmax keeps, and weighs by exp(logit - best), divided by the
-sum over the chosen in routing order. router.sigmoid_topk/1 scores by sigmoid(logit) + bias, within the groups whose two best
-scores sum highest, and weighs by the sigmoid alone. exp is the written-out one, so any device gives the same bits. A NaN
-counts as the highest score and makes every weight of its token NaN.
+A softmax keeps the order of its logits, so the logits themselves are compared: rounding makes no ties of them. A weight is
+exp(logit - best) over the sum of the chosen in routing order. exp is the written-out one, so any device gives the same bits;
+what lies more than 87 below the best counts as zero. A NaN counts as the highest and makes its token's weights NaN.
 """
 
 from __future__ import annotations
@@ -13,12 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from isoexec.kernels.hopper.spec import EXP_HIGH, EXP_LOW, exp
+from isoexec.kernels.hopper.spec import EXP_LOW, exp
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-EPSILON = 1e-20  # beside a sum of sigmoids, as DeepSeek-V3's router has it: 0 / 0 of a token that no expert wants is 0
 
 
 def best(scores: Tensor, k: int) -> Tensor:
@@ -48,35 +45,3 @@ def softmax_topk_backward(grad: Tensor, weights: Tensor, experts: Tensor, width:
     """D logit_i = w_i * (grad_i - sum_j grad_j w_j), in routing order; fp32 [T, width], zero where not chosen."""
     d = weights * (grad - in_order(grad * weights))
     return torch.zeros(len(d), width, dtype=torch.float32, device=d.device).scatter(1, experts, d)
-
-
-def sigmoid(logits: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)), fp32."""
-    e = torch.where(-logits > EXP_HIGH, torch.inf, exp(-logits))
-    return torch.where(logits.isnan(), torch.nan, 1.0 / (1.0 + e))
-
-
-def sigmoid_topk(
-    logits: Tensor, bias: Tensor, k: int, groups: int, groups_chosen: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Logits fp32 [T, E], bias fp32 [E] -> weights fp32 [T, k], experts int64 [T, k]."""
-    s = sigmoid(logits)
-    scores = s + bias
-    if groups > 1:
-        split = scores.view(len(scores), groups, -1)
-        two = split.sort(dim=-1, descending=True, stable=True).values[..., :2]
-        held = best(two[..., 0] + two[..., 1], groups_chosen)
-        inside = torch.zeros(len(s), groups, dtype=torch.bool, device=s.device).scatter(1, held, True)
-        scores = torch.where(inside.unsqueeze(-1), split, -torch.inf).view_as(scores)
-    experts = best(scores, k)
-    chosen = s.gather(1, experts)
-    return chosen / (in_order(chosen) + EPSILON) * scale, experts
-
-
-def sigmoid_topk_backward(grad: Tensor, logits: Tensor, experts: Tensor, scale: float) -> Tensor:
-    """With s the chosen sigmoids, D their sum: d s_i = scale * ((grad_i - (sum_j grad_j s_j) / D) / D), times s_i (1 - s_i)."""
-    s = sigmoid(logits.gather(1, experts))
-    total = in_order(s) + EPSILON
-    d = (grad - in_order(grad * s) / total) / total * scale
-    d = d * (s * (1.0 - s))
-    return torch.zeros_like(logits).scatter(1, experts, d)
