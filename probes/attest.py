@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from isoexec.contracts import wire
+from isoexec.contracts.errors import EvidenceError
 from isoexec.kernels import switches
+from isoexec.kernels.providers.versions import cublaslt_version
 from isoexec.probes.client import Client, installed_versions
 from isoexec.probes.contract import ContractNow, contract_now
 
@@ -31,8 +33,19 @@ def environment() -> dict[str, Any]:
         "machine": platform.machine(),
         "arch": arch(),
         **installed_versions(),
+        **_libraries(),
         **switches.environment(),
     }
+
+
+def _libraries() -> dict[str, str]:
+    """Libraries that come beside torch and may be another than it was built with, as those loaded say themselves."""
+    if not torch.cuda.is_available():
+        return {}
+    try:
+        return {"cublaslt": cublaslt_version().removeprefix("cublasLt ")}
+    except EvidenceError as error:
+        return {"cublaslt": f"unknown: {error.found}"}
 
 
 def send_attestation(

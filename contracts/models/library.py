@@ -69,6 +69,7 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
         "    versions:",
         "      - name: torch",
         "      - name: triton",
+        "      - name: cublaslt",
         "    # the names are explained in kernels/switches.py; cuBLASLt may not split K, nor sum in bfloat16",
         "    switches:",
         "      cuda.blas: Cublaslt",
