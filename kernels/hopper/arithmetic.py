@@ -11,7 +11,7 @@ import triton.language as tl
 
 from isoexec.kernels.hopper import spec
 
-__all__ = ["exp", "fold", "log", "power_of_two", "top"]
+__all__ = ["exp", "fold", "fold_rows", "log", "power_of_two", "sigmoid", "top"]
 
 _LOG2E = tl.constexpr(spec.LOG2E)
 _LN2_HIGH = tl.constexpr(-spec.LN2_HIGH)
@@ -19,6 +19,7 @@ _LN2_LOW = tl.constexpr(-spec.LN2_LOW)
 _ROUNDER = tl.constexpr(spec.ROUNDER)
 _E0, _E1, _E2, _E3, _E4 = (tl.constexpr(c) for c in spec.EXP)
 _EXP_LOW = tl.constexpr(spec.EXP_LOW)
+_EXP_HIGH = tl.constexpr(spec.EXP_HIGH)
 _L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8 = (tl.constexpr(c) for c in spec.LOG)
 _LN2 = tl.constexpr(spec.LN2)
 _ROOT2 = tl.constexpr(spec.ROOT2)
@@ -38,6 +39,15 @@ def fold(v: tl.tensor, ROWS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
         return tl.sum(v, axis=1)
     else:  # noqa: RET505 - Triton compiles both branches unless the condition decides
         return fold(tl.sum(tl.reshape(v, (ROWS, WIDTH // 2, 2)), axis=2), ROWS, WIDTH // 2)
+
+
+@triton.jit
+def fold_rows(v: tl.tensor, ROWS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+    """[ROWS, WIDTH] -> [WIDTH]: `spec.pair_sum` over the first dimension; ROWS is a power of two."""
+    if ROWS == 1:
+        return tl.sum(v, axis=0)
+    else:  # noqa: RET505 - Triton compiles both branches unless the condition decides
+        return fold_rows(tl.sum(tl.reshape(v, (ROWS // 2, 2, WIDTH)), axis=1), ROWS // 2, WIDTH)
 
 
 @triton.jit
@@ -66,6 +76,13 @@ def exp(x: tl.tensor) -> tl.tensor:
     y = tl.fma(y, r, tl.full(x.shape, 1.0, tl.float32))
     y = tl.fma(y, r, tl.full(x.shape, 1.0, tl.float32))
     return (y.to(tl.int32, bitcast=True) + (t.to(tl.int32, bitcast=True) << 23)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sigmoid(x: tl.tensor) -> tl.tensor:
+    """`spec.sigmoid`."""
+    e = tl.where(-x > _EXP_HIGH, float("inf"), exp(-x))
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.where(x == x, e, x))  # noqa: PLR0124 - NaN stays
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["exp", "fma", "log", "pair_sum"]
+__all__ = ["exp", "fma", "log", "pair_sum", "sigmoid"]
 
 # exp(r) = 1 + r + r^2 q(r) on |r| <= ln2 / 2, q of degree 4 with the least relative error (0.05 units in the last place)
 LOG2E = float.fromhex("0x1.715476p+0")
@@ -59,6 +59,13 @@ def exp(x: Tensor) -> Tensor:
     for c in (*EXP[1:], 1.0, 1.0):
         y = fma(y, r, c)
     return (y.view(torch.int32) + (t.view(torch.int32) << 23)).view(torch.float32)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """fp32 1 / (1 + exp(-x)); NaN stays NaN, and below -EXP_HIGH it is zero."""
+    e = torch.where(-x > EXP_HIGH, torch.inf, exp(-x))
+    e = torch.where(x.isnan(), x, e)
+    return torch.ones_like(e) / (1.0 + e)
 
 
 def log(x: Tensor) -> Tensor:

@@ -1,79 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm of the sm90 function as opaque torch ops; forward only."""
+"""RMSNorm of the sm90 function as opaque torch ops, with gradients whose bits do not depend on how ranks share rows or heads."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from isoexec.kernels.domain import require
+from isoexec.kernels.groups import name_of
+from isoexec.kernels.hopper.elementwise import launch_add
 from isoexec.kernels.hopper.library import define, require_model_dtype
-from isoexec.kernels.rms_norm.hopper.kernel import launch
+from isoexec.kernels.rms_norm.hopper.gradient import define_norms, rows_of
+from isoexec.kernels.rms_norm.hopper.kernel import PLAIN
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
-__all__ = ["add_rms_norm", "rms_norm"]
+__all__ = ["add_rms_norm", "residual_add", "rms_norm", "rms_norm_grad"]
 
-WIDEST = 16384
+Shard = Literal["none", "sequence", "heads"]
 
-
-def _check(x: Tensor, w: Tensor, dims: tuple[int, ...]) -> None:
-    require_model_dtype("sm90_rms_norm", x, w)
-    require(
-        x.dim() in dims and w.shape == x.shape[-1:] and x.shape[-1] <= WIDEST,
-        "sm90_rms_norm",
-        f"x {list(x.shape)} with weight {list(w.shape)}",
-        f"x of {' or '.join(map(str, dims))} dimensions, weight [x.shape[-1]], at most {WIDEST} wide",
-    )
-
-
-def _norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    _check(x, w, (2, 3))
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch(x, None, w, y, None, eps)
-    return y
-
-
-def _norm_fake(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _add_norm(x: Tensor, residual: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    _check(x, w, (2,))
-    require_model_dtype("sm90_add_rms_norm", residual)
-    require(
-        residual.shape == x.shape and residual.dtype == x.dtype,
-        "sm90_add_rms_norm",
-        f"residual {list(residual.shape)} {residual.dtype} with x {list(x.shape)} {x.dtype}",
-        "a residual of x's shape and dtype",
-    )
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    h = torch.empty_like(y)
-    launch(x, residual, w, y, h, eps)
-    return y, h
-
-
-def _add_norm_fake(x: Tensor, residual: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-_norm_op = define("sm90_rms_norm(Tensor x, Tensor w, float eps) -> Tensor", _norm, _norm_fake)
-_add_norm_op = define(
-    "sm90_add_rms_norm(Tensor x, Tensor residual, Tensor w, float eps) -> (Tensor, Tensor)",
-    _add_norm,
-    _add_norm_fake,
-)
+_norm_op, _add_norm_op = define_norms("rms_norm", PLAIN)
 
 
 def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    """Norm over the last dimension of `x [tokens, width]` or `[tokens, heads, width]` (views welcome), in x.dtype."""
-    out: Tensor = _norm_op(x, w, eps)
+    """Norm over the last dimension of `x [tokens, width]` or `[tokens, heads, width]` (views welcome), in x.dtype; differentiable."""
+    out: Tensor = _norm_op(x, w, eps, "none", "")
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(norm of h, h) with h = x + residual rounded to the model dtype; `[tokens, width]` each."""
-    y, h = _add_norm_op(x, residual, w, eps)
+def rms_norm_grad(
+    x: Tensor, w: Tensor, eps: float, *, shard: Shard = "none", group: ProcessGroup | None = None
+) -> Tensor:
+    """`rms_norm` for a trainer: x `[s, b, width]` or `[s, b, heads, width]`, differentiable.
+
+    Where ranks of `group` share the sequence (by whole chains of 16 tokens) or the heads, the weight's gradient is whole on
+    rank 0 and zero on the others, so that a later sum over the group is exact.
+    """
+    out: Tensor = _norm_op(rows_of(x, shard), w, eps, shard, name_of(group))
+    return out.view(x.shape)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    w: Tensor,
+    eps: float,
+    *,
+    shard: Shard = "none",
+    group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(norm of h, h) with h = x + residual rounded to the model dtype; `[tokens, width]` each; differentiable.
+
+    Its gradients are those of `residual_add` and `rms_norm_grad` one after the other, bit for bit.
+    """
+    y, h = _add_norm_op(x, residual, w, eps, shard, name_of(group))
     return y, h
+
+
+def _add(x: Tensor, residual: Tensor) -> Tensor:
+    require_model_dtype("sm90_residual_add", x, residual)
+    require(
+        x.shape == residual.shape and x.dtype == residual.dtype,
+        "sm90_residual_add",
+        f"x {list(x.shape)} {x.dtype} with residual {list(residual.shape)} {residual.dtype}",
+        "equal shapes and dtypes",
+    )
+    return launch_add(x.contiguous(), residual.contiguous())
+
+
+def _add_fake(x: Tensor, residual: Tensor) -> Tensor:
+    return residual.new_empty(residual.shape)
+
+
+def _add_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    pass
+
+
+def _add_backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+    return g, g
+
+
+_add_op = define(
+    "sm90_residual_add(Tensor x, Tensor residual) -> Tensor",
+    _add,
+    _add_fake,
+    backward=_add_backward,
+    setup_context=_add_setup,
+)
+
+
+def residual_add(x: Tensor, residual: Tensor) -> Tensor:
+    """`x + residual` of equal shapes in fp32, rounded once; differentiable."""
+    out: Tensor = _add_op(x, residual)
+    return out
