@@ -102,7 +102,8 @@ OPERATORS: dict[str, Operator] = {
     # weights' gradient adds them; the router and its gate are whole on every rank
     "router_logits": Operator(axes=("SP",), sums=_HIDDEN),
     **dict.fromkeys(
-        ("router_score", "router_bias", "router_groups", "router_topk", "router_weight"), Operator()
+        ("router_score", "router_bias", "router_groups", "router_topk", "router_weight"),
+        Operator(float32=True),
     ),
     "expert_dispatch": Operator(axes=("EP", "ETP")),
     "expert_gate_up": _column("expert_size", axis="ETP", whole=_EXPERTS, axes=_EXPERT),

@@ -13,15 +13,20 @@ import torch
 from isoexec.contracts.digests import digest_bytes
 from isoexec.kernels.attention import naive as attention
 from isoexec.kernels.bias import naive as bias
+from isoexec.kernels.combine import naive as combine
+from isoexec.kernels.dispatch import naive as dispatch
 from isoexec.kernels.domain import DomainError
 from isoexec.kernels.embedding import naive as embedding
 from isoexec.kernels.grad_norm import naive as grad_norm
+from isoexec.kernels.grouped_linear import naive as grouped_linear
 from isoexec.kernels.linear import naive as linear
 from isoexec.kernels.logprobs import naive as logprobs
 from isoexec.kernels.logprobs.hopper import naive as hopper_logprobs
 from isoexec.kernels.rms_norm import naive as rms_norm
 from isoexec.kernels.rms_norm.hopper import naive as hopper_rms_norm
 from isoexec.kernels.rope import naive as rope
+from isoexec.kernels.router import naive as router
+from isoexec.kernels.router.sigmoid import naive as sigmoid
 from isoexec.kernels.silu_mul import naive as silu_mul
 from isoexec.kernels.silu_mul.hopper import naive as hopper_silu_mul
 
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["canary", "canary_digest", "expected_digest", "fill", "output_digest", "reference"]
+__all__ = ["canary", "canary_digest", "chosen", "expected_digest", "fill", "output_digest", "reference"]
 
 Inputs = dict[str, Any]
 
@@ -45,6 +50,11 @@ _SIZES: dict[str, dict[str, int]] = {
     "logprobs.leaves/1": {"tokens": 211, "vocab": 512},  # another sum shows in one logprob of twenty
     "grad_norm.exact/1": {"tokens": 19, "width": 100},
     "rms_norm.pairs/1": {"tokens": 19, "width": 128},
+    "linear.grouped_chain/1": {"tokens": 19, "experts": 4, "K": 256, "N": 64},
+    "router.softmax_topk/1": {"tokens": 19, "experts": 128, "places": 8},
+    "router.sigmoid_topk/1": {"tokens": 19, "experts": 64, "places": 4, "groups": 8, "groups_chosen": 4},
+    "moe.dispatch/1": {"tokens": 19, "experts": 16, "places": 4, "width": 100},
+    "moe.combine/1": {"tokens": 19, "places": 4, "width": 100},
     "linear.mma_chain/1": {"tokens": 19, "K": 1024, "N": 4096},  # a weight that the arch's table lists
     "silu_mul.poly/1": {"tokens": 19, "width": 100},
     "logprobs.blocks/1": {"tokens": 211, "vocab": 512},
@@ -66,6 +76,18 @@ def fill(*shape: int, salt: int, dtype: torch.dtype = torch.float32, scale: floa
 
 def _ids(count: int, below: int, salt: int) -> Tensor:
     return (torch.arange(count, dtype=torch.int64) * 7919 + salt * 104729) % below
+
+
+def _scores(tokens: int, experts: int) -> Tensor:
+    """Router logits of which the first half lie on a coarse grid: a token in two has ties."""
+    x = fill(tokens, experts, salt=20, scale=4.0)
+    x[: tokens // 2] = (x[: tokens // 2] * 2).round() / 2
+    return x
+
+
+def chosen(weights: Tensor, experts: Tensor) -> Tensor:
+    """What is compared of a router: weights beside experts, `[tokens, 2 * places]` in fp32."""
+    return torch.cat([weights, experts.to(torch.float32)], 1)
 
 
 def canary(
@@ -108,6 +130,37 @@ def _inputs(function_id: str, n: Mapping[str, int], dtype: torch.dtype) -> Input
             return {
                 "x": fill(tokens, n["K"], salt=5, dtype=dtype),
                 "w": fill(n["N"], n["K"], salt=6, dtype=dtype),
+            }
+        case "linear.grouped_chain":
+            load = torch.tensor([tokens // 2, 0, 1, tokens - tokens // 2 - 1][: n["experts"]])
+            load = torch.cat([load, torch.zeros(max(0, n["experts"] - 4), dtype=torch.int64)])
+            return {
+                "x": fill(int(load.sum()), n["K"], salt=5, dtype=dtype),
+                "w": fill(n["experts"], n["N"], n["K"], salt=6, dtype=dtype),
+                "offsets": torch.cat([torch.zeros(1, dtype=torch.int64), load.cumsum(0)]),
+            }
+        case "router.softmax_topk":
+            return {"logits": _scores(tokens, n["experts"]), "k": n["places"]}
+        case "router.sigmoid_topk":
+            return {
+                "logits": _scores(tokens, n["experts"]),
+                "bias": fill(n["experts"], salt=21, scale=0.3),
+                "k": n["places"],
+                "groups": n["groups"],
+                "groups_chosen": n["groups_chosen"],
+                "scale": 2.5,
+            }
+        case "moe.dispatch":
+            scores = _scores(tokens, n["experts"])
+            return {
+                "x": fill(tokens, n["width"], salt=22, dtype=dtype),
+                "experts": scores.sort(dim=1, descending=True, stable=True).indices[:, : n["places"]],
+                "count": n["experts"],
+            }
+        case "moe.combine":
+            return {
+                "y": fill(tokens * n["places"], n["width"], salt=23, dtype=dtype, scale=3.0),
+                "weights": fill(tokens, n["places"], salt=24).abs(),
             }
         case "bias.add":
             return {
@@ -153,6 +206,18 @@ def reference(function_id: str, constants: Mapping[str, Any]) -> Callable[..., T
         case "linear.chain":
             out_dtype = torch.float32 if constants.get("boundary", "model") == "float32" else None
             return lambda x, w: linear.linear(x, w, k_block=constants["k_block"], out_dtype=out_dtype)
+        case "linear.grouped_chain":
+            return lambda x, w, offsets: grouped_linear.grouped_linear(
+                x, w, offsets, k_block=constants["k_block"]
+            )
+        case "router.softmax_topk":
+            return lambda logits, k: chosen(*router.softmax_topk(logits, k))
+        case "router.sigmoid_topk":
+            return lambda **inputs: chosen(*sigmoid.sigmoid_topk(**inputs))
+        case "moe.dispatch":
+            return _dispatched
+        case "moe.combine":
+            return combine.combine
         case "linear.mma_chain":
             from isoexec.kernels.linear.hopper.kernel import reference as one_tile  # needs triton
 
@@ -183,6 +248,11 @@ def reference(function_id: str, constants: Mapping[str, Any]) -> Callable[..., T
         case "grad_norm.exact":
             return lambda tensors: torch.tensor(grad_norm.exact_sq_sum(tensors), dtype=torch.float64)
     raise DomainError("reference", f"function {function_id!r}", f"the functions {sorted(_SIZES)}")
+
+
+def _dispatched(x: Tensor, experts: Tensor, count: int) -> Tensor:
+    made = dispatch.plan(experts, 0, count)
+    return dispatch.dispatch(x, made.slots, made.places)
 
 
 def output_digest(out: Tensor) -> str:

@@ -46,4 +46,10 @@ def dgrad(g: Tensor, w: Tensor, offsets: Tensor, *, n_block: int, interleave: in
 
 def wgrad(g: Tensor, x: Tensor, offsets: Tensor, *, m_block: int) -> Tensor:
     """fp32 [E, N, K]: `linear.naive.wgrad` of each expert's rows."""
-    return torch.stack([naive.wgrad(g[cut], x[cut], m_block=m_block) for cut in _cuts(offsets)])
+    none = torch.zeros(g.shape[1], x.shape[1], dtype=torch.float32)
+    return torch.stack(
+        [
+            naive.wgrad(g[cut], x[cut], m_block=m_block) if cut.start < cut.stop else none
+            for cut in _cuts(offsets)
+        ]
+    )

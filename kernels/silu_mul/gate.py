@@ -69,25 +69,27 @@ def _batch_invariance(run: Run) -> None:
         run.control("stock_silu_for_few_rows", _stock(gate[:4], up[:4]), whole[:4])
 
 
-def shards(rank: int, size: int, group: ProcessGroup | None, dtype: torch.dtype, mixed: bool) -> list[Tensor]:
-    """Output and gradients of this rank's columns; `mixed` takes a plain slice of [gate; up], as a wrong layout would."""
+def shards(
+    rank: int, size: int, group: ProcessGroup | None, dtype: torch.dtype, mixed: bool, dim: int = 1
+) -> list[Tensor]:
+    """Output and gradients of this rank's columns (dim 1) or rows; `mixed` slices [gate; up] plainly, as a wrong layout would."""
     gate, up = _inputs(24, 512, dtype)
     grad = fill(24, 512, salt=5, dtype=dtype)
     if mixed:
         gate, up = torch.cat([gate, up], 1).chunk(size, 1)[rank].chunk(2, 1)
     else:
-        gate, up = (t.chunk(size, 1)[rank] for t in (gate, up))
-    return gradients(silu_mul, [gate, up], grad.chunk(size, 1)[rank])
+        gate, up = (t.chunk(size, dim)[rank] for t in (gate, up))
+    return gradients(silu_mul, [gate, up], grad.chunk(size, dim)[rank])
 
 
 @GATE.check("partition_invariance")
 def _partition(run: Run) -> None:
     for dtype in run.over("dtype", DTYPES):
         whole = run.ranks(1, shards, dtype, False)[0]
-        for size in run.over("TP", (1, 2, 4)):
-            run.equal(
-                [torch.cat(p, 1) for p in zip(*run.ranks(size, shards, dtype, False), strict=True)], whole
-            )
+        for axis in ("TP", "ETP", "EP"):  # columns of a layer, columns of experts, rows of experts
+            for size in run.over(axis, (1, 2, 4)):
+                parts = zip(*run.ranks(size, shards, dtype, False, int(axis != "EP")), strict=True)
+                run.equal([torch.cat(part, int(axis != "EP")) for part in parts], whole)
         mixed = [torch.cat(p, 1) for p in zip(*run.ranks(2, shards, dtype, True), strict=True)]
         run.control("halves_cut_across", mixed, whole)
 

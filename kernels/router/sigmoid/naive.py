@@ -34,7 +34,7 @@ def sigmoid_topk(
     s = sigmoid(logits)
     scores = s + bias
     if groups > 1:
-        split = scores.view(len(scores), groups, -1)
+        split = scores.view(len(scores), groups, scores.shape[1] // groups)
         two = split.sort(dim=-1, descending=True, stable=True).values[..., :2]
         held = best(two[..., 0] + two[..., 1], groups_chosen)
         inside = torch.zeros(len(s), groups, dtype=torch.bool, device=s.device).scatter(1, held, True)
