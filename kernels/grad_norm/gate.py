@@ -125,6 +125,7 @@ def _partition(run: Run) -> None:
             ("PP", "PP"),
             ("DP", "uneven"),
             ("EP", "TP"),
+            ("ETP", "TP"),
             ("CP", "uneven"),
         ):
             for size in run.over(axis, (1, 2, 4)):
