@@ -57,17 +57,22 @@ def _chain(x: Tensor, w: Tensor, acc: Tensor) -> Tensor:
     return acc
 
 
-def segment(q: Tensor, k: Tensor, v: Tensor, limit: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """One head, one segment: q [R, D], k and v [n, D] bf16, row i sees limit[i] >= 1 keys; (out [R, D] bf16, lse [R] fp32)."""
+def segment(
+    q: Tensor, k: Tensor, v: Tensor, limit: Tensor, scale: float, block: int = 0
+) -> tuple[Tensor, Tensor]:
+    """One head, one segment: q [R, D], k [n, D] and v [n, V] bf16, row i sees limit[i] >= 1 keys; (out [R, V] bf16, lse [R] fp32).
+
+    `block` keys a block, by default the head dim's.
+    """
     R, D = q.shape
-    block = BLOCK[D]
+    block = block or BLOCK[D]
     c, c_ln2 = constants(scale)
     padded = -(-len(k) // block) * block
     keys = torch.zeros(padded, D, dtype=q.dtype, device=q.device)
-    values = keys.clone()
+    values = torch.zeros(padded, v.shape[1], dtype=v.dtype, device=v.device)
     keys[: len(k)], values[: len(k)] = k, v
     m = torch.full((R,), -torch.inf, device=q.device)
-    o, lanes = torch.zeros(R, D, device=q.device), torch.zeros(R, LANES, device=q.device)
+    o, lanes = torch.zeros(R, v.shape[1], device=q.device), torch.zeros(R, LANES, device=q.device)
     for start in range(padded - block, -1, -block):
         s = _chain(q, keys[start : start + block], torch.zeros(R, block, device=q.device))
         place = start + torch.arange(block, device=q.device)
