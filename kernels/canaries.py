@@ -19,14 +19,20 @@ from isoexec.kernels.domain import DomainError
 from isoexec.kernels.embedding import naive as embedding
 from isoexec.kernels.grad_norm import naive as grad_norm
 from isoexec.kernels.grouped_linear import naive as grouped_linear
+from isoexec.kernels.l2_norm.hopper import naive as l2_norm
 from isoexec.kernels.linear import naive as linear
 from isoexec.kernels.logprobs import naive as logprobs
 from isoexec.kernels.logprobs.hopper import naive as hopper_logprobs
 from isoexec.kernels.rms_norm import naive as rms_norm
 from isoexec.kernels.rms_norm.hopper import naive as hopper_rms_norm
+from isoexec.kernels.rms_norm_centred.hopper import naive as rms_norm_centred
+from isoexec.kernels.rms_norm_gated.hopper import naive as rms_norm_gated
 from isoexec.kernels.rope import naive as rope
+from isoexec.kernels.rope_interleaved.hopper import naive as rope_interleaved
+from isoexec.kernels.rope_yarn.hopper import naive as rope_yarn
 from isoexec.kernels.router import naive as router
 from isoexec.kernels.router.sigmoid import naive as sigmoid
+from isoexec.kernels.sigmoid_mul.hopper import naive as sigmoid_mul
 from isoexec.kernels.silu_mul import naive as silu_mul
 from isoexec.kernels.silu_mul.hopper import naive as hopper_silu_mul
 
@@ -50,6 +56,12 @@ _SIZES: dict[str, dict[str, int]] = {
     "logprobs.leaves/1": {"tokens": 211, "vocab": 512},  # another sum shows in one logprob of twenty
     "grad_norm.exact/1": {"tokens": 19, "width": 100},
     "rms_norm.pairs/1": {"tokens": 19, "width": 128},
+    "rms_norm.pairs_centred/1": {"tokens": 19, "width": 128},
+    "rms_norm.pairs_gated/1": {"tokens": 19, "width": 128},
+    "l2_norm.pairs/1": {"tokens": 19, "width": 128},
+    "gate.sigmoid_mul/1": {"tokens": 19, "width": 100},
+    "rope.interleaved_fp32/1": {"tokens": 19, "heads": 2, "head_dim": 32},
+    "rope.yarn_interleaved_fp32/1": {"tokens": 19, "heads": 2, "head_dim": 64},
     "linear.grouped_chain/1": {"tokens": 19, "experts": 4, "K": 256, "N": 64},
     "router.softmax_topk/1": {"tokens": 19, "experts": 128, "places": 8},
     "router.sigmoid_topk/1": {"tokens": 19, "experts": 64, "places": 4, "groups": 8, "groups_chosen": 4},
@@ -123,9 +135,20 @@ def _inputs(function_id: str, n: Mapping[str, int], dtype: torch.dtype) -> Input
             w = fill(n["vocab"], n["width"], salt=1, dtype=dtype)
             w[:, 0] = -0.0  # the sign a sum over shards would lose
             return {"ids": _ids(tokens, n["vocab"], 2), "w": w}
-        case "rms_norm.tree" | "rms_norm.pairs":
+        case "rms_norm.tree" | "rms_norm.pairs" | "rms_norm.pairs_centred":
             x = fill(tokens, n["width"], salt=3, dtype=dtype, scale=3.0)
             return {"x": x, "w": fill(n["width"], salt=4, dtype=dtype), "eps": 1e-6}
+        case "rms_norm.pairs_gated":
+            x = fill(tokens, n["width"], salt=3, dtype=dtype, scale=3.0)
+            gate = fill(tokens, n["width"], salt=12, dtype=dtype, scale=8.0)
+            return {"x": x, "w": fill(n["width"], salt=4, dtype=dtype), "gate": gate, "eps": 1e-6}
+        case "l2_norm.pairs":
+            return {"x": fill(tokens, n["width"], salt=3, dtype=dtype, scale=3.0), "eps": 1e-6}
+        case "gate.sigmoid_mul":
+            return {
+                "x": fill(tokens, n["width"], salt=13, dtype=dtype),
+                "gate": fill(tokens, n["width"], salt=12, dtype=dtype, scale=8.0),
+            }
         case "linear.chain" | "linear.mma_chain":
             return {
                 "x": fill(tokens, n["K"], salt=5, dtype=dtype),
@@ -167,9 +190,13 @@ def _inputs(function_id: str, n: Mapping[str, int], dtype: torch.dtype) -> Input
                 "x": fill(tokens, n["width"], salt=18, dtype=dtype, scale=4.0),
                 "bias": fill(n["width"], salt=19, dtype=dtype),
             }
-        case "rope.neox_fp32":
+        case "rope.neox_fp32" | "rope.interleaved_fp32":
             x = fill(tokens, n["heads"], n["head_dim"], salt=7, dtype=dtype)
             return {"x": x, "positions": _ids(tokens, rope.LENGTH, 8), "base": 1000000.0}
+        case "rope.yarn_interleaved_fp32":
+            x = fill(tokens, n["heads"], n["head_dim"], salt=7, dtype=dtype)
+            yarn = rope_yarn.Yarn(factor=40.0, original=4096, mscale=1.0, mscale_all_dim=0.5)
+            return {"x": x, "positions": _ids(tokens, rope.LENGTH, 8), "base": 10000.0, "yarn": yarn}
         case "attention.segments":
             shape = (1, tokens, n["kv_heads"], n["head_dim"])
             return {
@@ -225,6 +252,18 @@ def reference(function_id: str, constants: Mapping[str, Any]) -> Callable[..., T
             return lambda x, w: one_tile(x, w, wide)
         case "rms_norm.pairs":
             return hopper_rms_norm.rms_norm
+        case "rms_norm.pairs_centred":
+            return rms_norm_centred.rms_norm
+        case "rms_norm.pairs_gated":
+            return rms_norm_gated.rms_norm
+        case "l2_norm.pairs":
+            return l2_norm.l2_norm
+        case "gate.sigmoid_mul":
+            return sigmoid_mul.sigmoid_mul
+        case "rope.interleaved_fp32":
+            return rope_interleaved.rope
+        case "rope.yarn_interleaved_fp32":
+            return rope_yarn.rope
         case "silu_mul.poly":
             return hopper_silu_mul.silu_mul
         case "logprobs.blocks":

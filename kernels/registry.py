@@ -101,11 +101,29 @@ def _sm90(op: str, *ops: str, also: tuple[str, ...] = ()) -> Kernel:
 _ROUTER_FILES = ("router/naive.py", "router/ops.py")
 _ROUTER = (("accumulate", "float32"), ("ties", "lowest_expert"), ("normalize", "chosen"))
 
+_NORMS = ("add_rms_norm", "residual_add", "rms_norm", "rms_norm_grad")
+_NORM_FILES = (
+    *(f"rms_norm/hopper/{name}.py" for name in ("backward", "gradient", "kernel", "naive", "ops")),
+    "groups.py",
+)
+_PAIRS = (("reduce", "pair_tree"), ("accumulate", "float32"))
+_ROPE_FILES = (*(f"rope/hopper/{name}.py" for name in ("kernel", "ops", "rotation")), "rope/naive.py")
+_TABLE = (("table", "float64_to_float32"), ("length", LENGTH))
+
 _ALL = (
     Function(
         id="embedding.lookup",
         version=1,
-        kernels=(_cpu("embedding", "embedding", "vocab_parallel_embedding"),),
+        kernels=(
+            _cpu("embedding", "embedding", "vocab_parallel_embedding"),
+            _sm90(
+                "embedding",
+                "embedding",
+                "shard_lookup",
+                "vocab_parallel_embedding",
+                also=("embedding/naive.py", "groups.py"),
+            ),
+        ),
     ),
     Function(
         id="rms_norm.tree",
@@ -116,8 +134,26 @@ _ALL = (
     Function(
         id="rms_norm.pairs",
         version=1,
-        kernels=(_sm90("rms_norm", "rms_norm", "add_rms_norm"),),
-        fixed=(("reduce", "pair_tree"), ("accumulate", "float32")),
+        kernels=(_sm90("rms_norm", *_NORMS, also=("groups.py",)),),
+        fixed=_PAIRS,
+    ),
+    Function(
+        id="rms_norm.pairs_centred",
+        version=1,
+        kernels=(_sm90("rms_norm_centred", *_NORMS, also=_NORM_FILES),),
+        fixed=_PAIRS,
+    ),
+    Function(
+        id="rms_norm.pairs_gated",
+        version=1,
+        kernels=(_sm90("rms_norm_gated", "rms_norm", "rms_norm_grad", also=_NORM_FILES),),
+        fixed=_PAIRS,
+    ),
+    Function(
+        id="l2_norm.pairs",
+        version=1,
+        kernels=(_sm90("l2_norm", "l2_norm", also=_NORM_FILES),),
+        fixed=_PAIRS,
     ),
     Function(
         id="linear.chain",
@@ -176,15 +212,39 @@ _ALL = (
         kernels=(_cpu("combine", "combine", also=("hopper/spec.py",)),),
         fixed=(("order", "routing"), ("accumulate", "float32")),
     ),
-    Function(id="bias.add", version=1, kernels=(_cpu("bias", "bias_add"),)),
+    Function(
+        id="bias.add",
+        version=1,
+        kernels=(_cpu("bias", "bias_add"), _sm90("bias", "bias_add", also=("bias/naive.py", "sums.py"))),
+    ),
     Function(
         id="rope.neox_fp32",
         version=1,
         kernels=(
             _cpu("rope", "rope", "rope_grad"),
-            _sm90("rope", "rope", "table_digest", "tables", also=("rope/naive.py",)),
+            _sm90(
+                "rope",
+                "rope",
+                "rope_sections",
+                "section_axes",
+                "table_digest",
+                "tables",
+                also=("rope/naive.py",),
+            ),
         ),
-        fixed=(("table", "float64_to_float32"), ("length", LENGTH)),
+        fixed=_TABLE,
+    ),
+    Function(
+        id="rope.interleaved_fp32",
+        version=1,
+        kernels=(_sm90("rope_interleaved", "rope", "table_digest", "tables", also=_ROPE_FILES),),
+        fixed=_TABLE,
+    ),
+    Function(
+        id="rope.yarn_interleaved_fp32",
+        version=1,
+        kernels=(_sm90("rope_yarn", "Yarn", "rope", "table_digest", "tables", also=_ROPE_FILES),),
+        fixed=_TABLE,
     ),
     Function(
         id="attention.segments",
@@ -200,7 +260,8 @@ _ALL = (
         free=("kv_segment",),
     ),
     Function(id="silu_mul.exp", version=1, kernels=(_cpu("silu_mul", "silu_mul"),)),
-    Function(id="silu_mul.poly", version=1, kernels=(_sm90("silu_mul", "silu_mul"),)),
+    Function(id="silu_mul.poly", version=1, kernels=(_sm90("silu_mul", "silu_mul", "silu_mul_halves"),)),
+    Function(id="gate.sigmoid_mul", version=1, kernels=(_sm90("sigmoid_mul", "sigmoid_mul"),)),
     Function(
         id="logprobs.leaves",
         version=1,
@@ -217,7 +278,10 @@ _ALL = (
     Function(
         id="grad_norm.exact",
         version=1,
-        kernels=(_cpu("grad_norm", "exact_sq_sum"),),
+        kernels=(
+            _cpu("grad_norm", "exact_sq_sum"),
+            _sm90("grad_norm", "exact_sq_sum", also=("grad_norm/naive.py",)),
+        ),
         fixed=(("bits", BITS),),
     ),
 )
@@ -249,6 +313,7 @@ def source_digest(function_id: str, arch: str | None = None) -> str:
         ]
     own = [p for p in (_ROOT / kernel.folder).iterdir() if p.suffix in (".py", ".json")]
     files = {f"own/{p.name}": p for p in own} | {f"shared/{p.name}": p for p in shared}
+    assert len(files) == len(own) + len(shared), f"{function_id} rests on two files of one name"
     return digest_of(
         {
             name: digest_bytes(b"\n".join(line.rstrip() for line in path.read_bytes().splitlines()))

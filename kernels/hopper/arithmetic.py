@@ -82,7 +82,7 @@ def exp(x: tl.tensor) -> tl.tensor:
 def sigmoid(x: tl.tensor) -> tl.tensor:
     """`spec.sigmoid`."""
     e = tl.where(-x > _EXP_HIGH, float("inf"), exp(-x))
-    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.where(x == x, e, x))  # noqa: PLR0124 - NaN stays
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.where(x == x, e, x))
 
 
 @triton.jit

@@ -16,9 +16,7 @@ __all__ = ["launch_add"]
 
 
 @triton.jit(do_not_specialize=["count"])
-def add_kernel(
-    a: tl.tensor, b: tl.tensor, out: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr
-) -> None:
+def add_kernel(a: tl.tensor, b: tl.tensor, out: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr) -> None:
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < count
     v = tl.load(a + at, mask=live, other=0.0).to(tl.float32)

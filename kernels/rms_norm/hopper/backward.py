@@ -94,12 +94,21 @@ def gradient_kernel(
             rounded = (rounded.to(tl.float32) + more).to(dx.dtype.element_ty)
         tl.store(dx + out, rounded, mask=live)
     if SCALE:
-        tl.store(chains + row[:, None] * WIDTH + col[None, :], sums, mask=(first < tokens)[:, None] & (col < WIDTH)[None, :])
+        tl.store(
+            chains + row[:, None] * WIDTH + col[None, :],
+            sums,
+            mask=(first < tokens)[:, None] & (col < WIDTH)[None, :],
+        )
 
 
 @triton.jit(do_not_specialize=["chains"])
 def trees_kernel(
-    sums: tl.tensor, trees: tl.tensor, chains: tl.tensor, WIDTH: tl.constexpr, TREE: tl.constexpr, COLUMNS: tl.constexpr
+    sums: tl.tensor,
+    trees: tl.tensor,
+    chains: tl.tensor,
+    WIDTH: tl.constexpr,
+    TREE: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ) -> None:
     tree = tl.program_id(1)
     chain = tree * TREE + tl.arange(0, TREE)

@@ -38,7 +38,12 @@ def check(op: str, x: Tensor, w: Tensor, dims: tuple[int, ...] = (2, 3)) -> None
 
 def rows_of(x: Tensor, shard: str) -> Tensor:
     """A trainer's `[s, b, width]` as `[tokens, width]`, its `[s, b, heads, width]` as `[tokens, heads, width]`."""
-    require(shard in ("none", "sequence", "heads"), "sm90_rms_norm", f"shard {shard!r}", "none, sequence and heads")
+    require(
+        shard in ("none", "sequence", "heads"),
+        "sm90_rms_norm",
+        f"shard {shard!r}",
+        "none, sequence and heads",
+    )
     require(
         x.dim() == 4 or (x.dim() == 3 and shard != "heads"),
         "sm90_rms_norm",

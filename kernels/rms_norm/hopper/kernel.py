@@ -26,7 +26,12 @@ _MANY = 8192  # rows from which occupancy counts more than latency
 
 @triton.jit
 def inverse_root(
-    v: tl.tensor, eps: tl.tensor, ROWS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, MEAN: tl.constexpr
+    v: tl.tensor,
+    eps: tl.tensor,
+    ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MEAN: tl.constexpr,
 ) -> tl.tensor:
     """[ROWS, PADDED] -> [ROWS]: `naive.inverse_root`."""
     total = fold(v * v, ROWS, PADDED)
@@ -83,7 +88,10 @@ def norm_kernel(
         out = row[:, None] * WIDTH + col[None, :]
         if ADD:
             r = tl.load(
-                residual + (row * r_token)[:, None] + col[None, :], mask=live, other=0.0, eviction_policy=EVICT
+                residual + (row * r_token)[:, None] + col[None, :],
+                mask=live,
+                other=0.0,
+                eviction_policy=EVICT,
             )
             rounded = (v + r.to(tl.float32)).to(h.dtype.element_ty)
             tl.store(h + out, rounded, mask=live)

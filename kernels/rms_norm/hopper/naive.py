@@ -25,7 +25,9 @@ def inverse_root(xf: Tensor, eps: float, *, mean: bool = True) -> Tensor:
     """fp32 [..., 1]: 1 / sqrt(pairs(x * x) / width + eps), each step correctly rounded; without `mean`, of the sum."""
     total = pair_sum(xf * xf).unsqueeze(-1)
     if mean:
-        total = total / torch.full_like(total, xf.shape[-1])  # a Python divisor would become a reciprocal on CUDA
+        total = total / torch.full_like(
+            total, xf.shape[-1]
+        )  # a Python divisor would become a reciprocal on CUDA
     # fp32 square roots of a CPU library need not be the nearest
     root = torch.sqrt((total + eps).double()).float()
     return torch.ones_like(root) / root
@@ -47,7 +49,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, w: Tensor, eps: float) -> tuple[Te
 
 
 def input_gradient(gw: Tensor, xf: Tensor, eps: float, *, mean: bool = True) -> Tensor:
-    """fp32, row-local: r * (gw - xh * (pairs(gw * xh) / width)), xh = x * r; gw is the gradient of xh. Without `mean`, no / width."""
+    """fp32, row-local: r * (gw - xh * (pairs(gw * xh) / width)), xh = x * r; gw is the gradient of xh. `mean`: / width."""
     r = inverse_root(xf, eps, mean=mean)
     xh = xf * r
     c = pair_sum(gw * xh).unsqueeze(-1)

@@ -24,7 +24,7 @@ _norm_op, _add_norm_op = define_norms("rms_norm", PLAIN)
 
 
 def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    """Norm over the last dimension of `x [tokens, width]` or `[tokens, heads, width]` (views welcome), in x.dtype; differentiable."""
+    """Norm of the rows of `x [tokens, width]` or `[tokens, heads, width]`, views welcome, in x.dtype; differentiable."""
     out: Tensor = _norm_op(x, w, eps, "none", "")
     return out
 

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rope.interleaved_fp32/1 for sm90; `ops` needs triton."""
