@@ -165,7 +165,18 @@ _ALL = (
     Function(
         id="linear.mma_chain",
         version=1,
-        kernels=(_sm90("linear", "linear"),),
+        kernels=(
+            _sm90(
+                "linear",
+                "chain",
+                "column_linear",
+                "input_gradient",
+                "linear",
+                "outputs_shard",
+                "row_linear",
+                "weight_gradient",
+            ),
+        ),
         fixed=(("step", STEP), ("accumulate", "float32")),
         free=("boundary",),
     ),
@@ -311,8 +322,12 @@ def source_digest(function_id: str, arch: str | None = None) -> str:
             *(_ROOT / "hopper").glob("*.py"),
             *(_ROOT / name for name in kernel.also),
         ]
-    own = [p for p in (_ROOT / kernel.folder).iterdir() if p.suffix in (".py", ".json")]
-    files = {f"own/{p.name}": p for p in own} | {f"shared/{p.name}": p for p in shared}
+    folder = _ROOT / kernel.folder
+    # an op's folder of the CPU holds that of another arch
+    found = folder.iterdir() if kernel.arch == "cpu" else folder.rglob("*")
+    own = [p for p in found if p.suffix in (".py", ".json")]
+    files = {f"own/{p.relative_to(folder).as_posix()}": p for p in own}
+    files |= {f"shared/{p.name}": p for p in shared}
     assert len(files) == len(own) + len(shared), f"{function_id} rests on two files of one name"
     return digest_of(
         {

@@ -30,10 +30,12 @@ __all__ = [
     "Switches",
     "check",
     "claim",
+    "input_gradient",
     "linear",
     "probe",
     "restore",
     "switches",
+    "weight_gradient",
 ]
 
 # [M, N, K] for which cuBLAS as shipped splits K
@@ -120,6 +122,18 @@ def linear(x: Tensor, w: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Ten
     if out_dtype == torch.float32:
         return torch.mm(x, w.t(), out_dtype=torch.float32)
     return F.linear(x, w)
+
+
+def input_gradient(dy: Tensor, w: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """`dy [M, N] @ w [N, K]`, bf16 in, bf16 or fp32 out."""
+    check()
+    return torch.mm(dy, w, out_dtype=torch.float32) if out_dtype == torch.float32 else torch.mm(dy, w)
+
+
+def weight_gradient(dy: Tensor, x: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """`dy [M, N]^T @ x [M, K]`, bf16 in, bf16 or fp32 out."""
+    check()
+    return torch.mm(dy.t(), x, out_dtype=torch.float32) if out_dtype == torch.float32 else torch.mm(dy.t(), x)
 
 
 def probe(provider: Callable[[Tensor, Tensor], Tensor] = linear, device: str = "cuda") -> None:

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an accumulator travels from rank to rank, and by which schedule a sharded product is made: free of bits.
+
+A transport is a module with `row_product`, `column_gradient` and `available`, registered by name and imported when it is first
+used. `plain` is torch.distributed and works everywhere; `symmetric` writes into the next rank's memory. Every rank must take the
+same one, so `prepare` lets the ranks of a group agree, once a group, before the first product and outside of CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+import torch
+import torch.distributed as dist
+
+from isoexec.contracts.errors import IsoExecError
+from isoexec.kernels.domain import require
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "TRANSPORTS",
+    "Choice",
+    "Form",
+    "LostPeerError",
+    "Schedule",
+    "Transport",
+    "TransportError",
+    "finish",
+    "prepare",
+    "register",
+    "schedule_for",
+    "track",
+    "use",
+]
+
+Form = Literal["all", "rows"]  # every rank gets the whole result, or its own block of rows
+
+PATH = Path(__file__).with_name("schedules.json")
+PATIENCE = 300.0  # seconds that a rank waits for another
+
+# in order of preference
+TRANSPORTS: dict[str, str] = {
+    "symmetric": "isoexec.kernels.linear.hopper.handoff.ops",
+    "plain": "isoexec.kernels.linear.hopper.plain",
+}
+
+
+class Transport(Protocol):
+    """What a transport's module offers; tensors are bf16, results are rounded once to `out_dtype`."""
+
+    def available(self, group: ProcessGroup, device: torch.device) -> str:
+        """Return "" where this rank can use it, else why not. No communication."""
+
+    def row_product(
+        self, x: Tensor, w: Tensor, group: ProcessGroup, form: Form, out_dtype: torch.dtype
+    ) -> Tensor:
+        """`x [M, K / ranks] @ w [N, K / ranks]^T` by the chain over all ranks' K: [M, N], or [M / ranks, N] as rows."""
+
+    def column_gradient(
+        self, dy: Tensor, w: Tensor, group: ProcessGroup, laps: int, form: Form, out_dtype: torch.dtype
+    ) -> Tensor:
+        """`dy [M, N / ranks] @ w [N / ranks, K]` by the chain over all ranks' N, part by part: [M, K] or [M / ranks, K]."""
+
+
+class TransportError(IsoExecError):
+    """A transport that cannot be used: what was `wanted`, what was `found`, the `fix`."""
+
+    def __init__(self, wanted: str, found: str, fix: str) -> None:
+        self.wanted = wanted
+        self.found = found
+        self.fix = fix
+        super().__init__(wanted, found, fix)
+
+    def __str__(self) -> str:
+        return f"wanted {self.wanted}, found {self.found}; {self.fix}"
+
+
+class LostPeerError(IsoExecError):
+    """A rank waited in vain: its `rank` of `size`, the `step` it was in, the `seconds` it gave, and what the backend `said`."""
+
+    def __init__(self, *, rank: int, size: int, step: str, seconds: float, said: str) -> None:
+        self.rank = rank
+        self.size = size
+        self.step = step
+        self.seconds = seconds
+        self.said = said
+        super().__init__(rank, size, step, seconds, said)
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} of {self.size} lost a peer in {self.step} (patience {self.seconds:.0f} s): {self.said}. Another "
+            "rank of the group has died, or makes other calls than this one: read the logs of every rank, the first to fail "
+            "says why, and restart the job; nothing of an unfinished product can be used"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The transport that the ranks of a group agreed on, and why it is not a preferred one."""
+
+    name: str
+    reason: str
+    module: Transport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How many row blocks a hand-off is cut into, and up to how many rows gather-K is taken where weights for it are held."""
+
+    blocks: int
+    gather_rows: int
+
+
+_wanted: str | None = None
+_choices: dict[str, Choice] = {}
+
+
+def register(name: str, module: str) -> None:
+    """Offer a transport before all others; `module` is imported when a group is prepared."""
+    rest = {k: v for k, v in TRANSPORTS.items() if k != name}
+    TRANSPORTS.clear()
+    TRANSPORTS.update({name: module, **rest})
+    _choices.clear()
+
+
+def use(name: str | None) -> None:
+    """Take only this transport in this process, or again whichever is preferred and available; the same on every rank."""
+    global _wanted
+    if name is not None and name not in TRANSPORTS:
+        raise TransportError(f"one of {list(TRANSPORTS)}", repr(name), "register it first")
+    _wanted = name
+    _choices.clear()
+
+
+def _look(name: str, group: ProcessGroup, device: torch.device) -> tuple[Transport | None, str]:
+    try:
+        module = cast("Transport", import_module(TRANSPORTS[name]))
+    except ImportError as error:
+        return None, f"{name}: {error}"
+    why = module.available(group, device)
+    return (None, f"{name}: {why}") if why else (module, "")
+
+
+def prepare(group: ProcessGroup, device: torch.device) -> Choice:
+    """The transport of a group, agreed between its ranks at the first call, which also makes the group's communicator.
+
+    Raises `TransportError` where ranks want different ones, the wanted one is missing somewhere, or a graph is being captured.
+    """
+    key = f"{group.group_name} {device}"
+    if key in _choices:
+        return _choices[key]
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise TransportError(
+            "a group that was prepared before a CUDA graph is captured",
+            f"the first product over group {group.group_name} inside a capture",
+            "call transport.prepare(group, device) on every rank, or run the layer once, before capturing",
+        )
+    names = list(TRANSPORTS)
+    found = [_look(name, group, device) for name in names]
+    able = [int(module is not None) for module, _ in found]
+    wanted = names.index(_wanted) if _wanted else -1
+    # one vector of minima says what all ranks can do, and whether they want the same
+    votes = torch.tensor([*able, wanted, -wanted], dtype=torch.int64, device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
+    *everywhere, least, most = votes.tolist()
+    if least != -most:
+        raise TransportError("one transport on every rank", f"several, {_wanted!r} here", "call transport.use alike")
+    reasons = [why or f"{name}: not on every rank" for name, (_, why) in zip(names, found, strict=True)]
+    index = least if least >= 0 else next((i for i, yes in enumerate(everywhere) if yes), -1)
+    if index < 0 or not everywhere[index]:
+        said = "; ".join(reasons) if index < 0 else reasons[index]
+        raise TransportError(f"a transport for group {group.group_name}", said, "name another with transport.use")
+    module = found[index][0]
+    assert module is not None
+    chosen = Choice(name=names[index], reason="" if least >= 0 else "; ".join(reasons[:index]), module=module)
+    _choices[key] = chosen
+    return chosen
+
+
+@cache
+def _schedules() -> Any:
+    return json.loads(PATH.read_text())["schedules"]
+
+
+def schedule_for(transport: str, ranks: int, rows: int) -> Schedule:
+    """The checked-in schedule of a transport for this many rows; bits are the same under any."""
+    held = [e for e in _schedules() if e["transport"] == transport and e["ranks"] <= ranks]
+    require(bool(held), "sm90_linear", f"transport {transport} over {ranks} ranks", f"the schedules in {PATH.name}")
+    entry = max(held, key=lambda e: e["ranks"])
+    blocks = next(step["blocks"] for step in entry["steps"] if step["up_to"] is None or step["up_to"] >= rows)
+    return Schedule(blocks=blocks, gather_rows=entry["gather_rows"])
+
+
+# Waiting. On CPU a wait has a patience of its own. On a GPU a wait only orders streams, so each step leaves an event, and
+# `finish` looks at them from the host; NCCL's own watchdog has the timeout that the process group was made with.
+
+_steps: dict[str, list[tuple[Any, str]]] = {}
+_KEPT = 256
+
+
+def track(group: ProcessGroup, step: str) -> None:
+    """Leave a mark on the current stream behind a step of a group, for `finish` to name; nothing inside a capture."""
+    if torch.cuda.is_current_stream_capturing():
+        return
+    event = torch.cuda.Event()
+    event.record()
+    marks = _steps.setdefault(group.group_name, [])
+    marks.append((event, step))
+    if len(marks) > _KEPT:
+        marks[:] = [mark for mark in marks if not mark[0].query()][-_KEPT:]
+
+
+def finish(group: ProcessGroup, *, patience: float | None = None) -> None:
+    """Wait on the host until every tracked step of the group has run; raise `LostPeerError` that names the first that has not.
+
+    Call it where a trainer or an engine waits for the GPU anyway, such as at the end of a step.
+    """
+    limit = PATIENCE if patience is None else patience
+    deadline = time.monotonic() + limit
+    for event, step in _steps.pop(group.group_name, []):
+        while not event.query():
+            if time.monotonic() > deadline:
+                raise LostPeerError(
+                    rank=group.rank(), size=group.size(), step=step, seconds=limit, said="the GPU still waits for it"
+                )
+            time.sleep(1e-4)
