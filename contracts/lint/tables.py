@@ -52,6 +52,7 @@ ROPE_OPS = frozenset({"rope"})
 _NORM = Computes(constants=("accumulate", "reduce"))
 _ROPE = Computes(constants=("length", "table"))
 _MMA = Computes(constants=("accumulate", "boundary", "step"))
+_ROUTER = ("accumulate", "normalize", "ties")
 
 FUNCTIONS: dict[str, Computes] = {
     "attention.latent_segments/1": Computes(constants=("kv_segment",)),
@@ -61,10 +62,13 @@ FUNCTIONS: dict[str, Computes] = {
     "embedding.lookup/1": Computes(),
     "grad_norm.exact/1": Computes(constants=("bits",)),
     "linear.chain/1": Computes(constants=("accumulate", "boundary", "k_block", "row_tile")),
+    "linear.grouped_chain/1": Computes(constants=("accumulate", "k_block", "row_tile")),
     "linear.grouped_mma_chain/1": Computes(constants=("accumulate", "step")),
     "linear.mma_chain/1": _MMA,
     "logprobs.blocks/1": Computes(constants=("block", "vocab_leaves")),
     "logprobs.leaves/1": Computes(constants=("vocab_leaves",)),
+    "moe.combine/1": Computes(constants=("accumulate", "order")),
+    "moe.dispatch/1": Computes(constants=("order",)),
     "rms_norm.pairs/1": _NORM,
     "rms_norm.pairs_centred/1": _NORM,
     "rms_norm.pairs_gated/1": _NORM,
@@ -72,6 +76,8 @@ FUNCTIONS: dict[str, Computes] = {
     "rope.interleaved_fp32/1": _ROPE,
     "rope.neox_fp32/1": _ROPE,
     "rope.yarn_interleaved_fp32/1": _ROPE,
+    "router.sigmoid_topk/1": Computes(constants=(*_ROUTER, "bias", "group_score")),
+    "router.softmax_topk/1": Computes(constants=_ROUTER),
     "silu_mul.exp/1": Computes(),
     "silu_mul.poly/1": Computes(),
 }

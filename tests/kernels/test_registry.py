@@ -19,22 +19,32 @@ from isoexec.contracts.schema import Contract, library
 from isoexec.kernels import registry
 from isoexec.kernels.attention import attention_varlen
 from isoexec.kernels.bias import bias_add
-from isoexec.kernels.canaries import fill
+from isoexec.kernels.canaries import chosen, fill
+from isoexec.kernels.combine import combine
+from isoexec.kernels.dispatch import dispatch, plan
 from isoexec.kernels.domain import DomainError
 from isoexec.kernels.embedding import embedding
 from isoexec.kernels.grad_norm import exact_sq_sum
+from isoexec.kernels.grouped_linear import grouped_linear
 from isoexec.kernels.linear import column_linear
 from isoexec.kernels.logprobs import token_logprobs
 from isoexec.kernels.rms_norm import rms_norm
 from isoexec.kernels.rope import rope
+from isoexec.kernels.router import sigmoid_topk, softmax_topk
 from isoexec.kernels.silu_mul import silu_mul
 
+_ROUTER = {"accumulate": "float32", "ties": "lowest_expert", "normalize": "chosen"}
 CONSTANTS: dict[str, dict[str, Any]] = {
     "embedding.lookup/1": {},
     "rms_norm.tree/1": {"reduce": "halving_tree", "accumulate": "float32"},
     "linear.chain/1": {"k_block": 64, "row_tile": 16, "accumulate": "float32", "boundary": "model"},
     "rope.neox_fp32/1": {"table": "float64_to_float32", "length": 8192},
     "attention.segments/1": {"kv_segment": 32, "query_tile": 16},
+    "linear.grouped_chain/1": {"k_block": 64, "row_tile": 16, "accumulate": "float32"},
+    "router.softmax_topk/1": _ROUTER,
+    "router.sigmoid_topk/1": {**_ROUTER, "bias": "selection_only", "group_score": "sum_of_two_best"},
+    "moe.dispatch/1": {"order": "expert_then_token"},
+    "moe.combine/1": {"order": "routing", "accumulate": "float32"},
     "bias.add/1": {},
     "silu_mul.exp/1": {},
     "logprobs.leaves/1": {"vocab_leaves": 8},
@@ -55,6 +65,11 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
     "linear.chain/1": lambda x, w: column_linear(x, w, k_block=64),
     "rope.neox_fp32/1": rope,
     "attention.segments/1": lambda q, k, v, scale: attention_varlen(q, k, v, scale, kv_segment=32),
+    "linear.grouped_chain/1": lambda x, w, offsets: grouped_linear(x, w, offsets, k_block=64),
+    "router.softmax_topk/1": lambda logits, k: chosen(*softmax_topk(logits, k)),
+    "router.sigmoid_topk/1": lambda **inputs: chosen(*sigmoid_topk(**inputs)),
+    "moe.dispatch/1": lambda x, experts, count: dispatch(x, plan(experts, 0, count)),
+    "moe.combine/1": combine,
     "bias.add/1": bias_add,
     "silu_mul.exp/1": silu_mul,
     "logprobs.leaves/1": lambda logits, target: token_logprobs(logits, target, vocab_leaves=8),
@@ -71,6 +86,11 @@ def _stock_linear(x: Tensor, w: Tensor) -> Tensor:
 
 def _stock_embedding(ids: Tensor, w: Tensor) -> Tensor:
     return torch.nn.functional.embedding(ids, w)
+
+
+def _stock_router(logits: Tensor, k: int) -> Tensor:
+    weights, experts = torch.softmax(logits, -1).topk(k)
+    return chosen(weights / weights.sum(-1, keepdim=True), experts)
 
 
 def _stock_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -125,10 +145,18 @@ def test_a_gate_or_a_tuner_is_no_part_of_a_source(monkeypatch: pytest.MonkeyPatc
     assert len(set(digests)) == 5
 
 
-def test_the_shipped_contract_binds_these_functions_with_admitted_constants() -> None:
-    contract = Contract.load(library("qwen3-dense-cpu"))
+_OF_EXPERTS = {"linear.grouped_chain/1", "router.softmax_topk/1", "moe.dispatch/1", "moe.combine/1"}
+
+
+@pytest.mark.parametrize(
+    ("shipped", "without"), [("qwen3-dense-cpu", _OF_EXPERTS), ("qwen3-moe-cpu", set[str]())]
+)
+def test_the_shipped_contract_binds_these_functions_with_admitted_constants(
+    shipped: str, without: set[str]
+) -> None:
+    contract = Contract.load(library(shipped))
     names = {binding.function for binding in contract.composition}
-    assert names == set(CONSTANTS) - {"bias.add/1"}  # Qwen3 has no bias
+    assert names == set(CONSTANTS) - without - {"bias.add/1", "router.sigmoid_topk/1"}  # Qwen3 has neither
     for binding in contract.composition:
         registry.check_constants(binding.function, dict(binding.constants))
 
@@ -148,6 +176,7 @@ def test_every_kernel_answers_its_canary_as_the_specification_does(name: str, dt
         ("silu_mul.exp/1", lambda gate, up: torch.nn.functional.silu(gate) * up),
         ("attention.segments/1", _stock_attention),
         ("embedding.lookup/1", _stock_embedding),
+        ("router.softmax_topk/1", _stock_router),
         (
             "logprobs.leaves/1",
             lambda logits, target: torch.log_softmax(logits, -1).gather(-1, target.unsqueeze(-1)).squeeze(-1),
