@@ -34,7 +34,12 @@ _CHUNK = 64  # columns of an accumulator or a result that pass through shared me
 
 @triton.jit
 def _take(
-    acc: tl.tensor, m0: tl.tensor, n0: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr
+    acc: tl.tensor,
+    m0: tl.tensor,
+    n0: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ) -> tl.tensor:
     """A tile of the accumulator, chunk by chunk: only one of them lies in shared memory."""
     if COLUMNS == CHUNK:

@@ -144,9 +144,7 @@ def hand_off(
                 a, b = cuts[block]
                 taken[stage + 1, block] = torch.empty(b - a, width, dtype=torch.float32, device=device)
                 ops.append(
-                    dist.P2POp(
-                        dist.irecv, taken[stage + 1, block], group=group, group_peer=source, tag=stage
-                    )
+                    dist.P2POp(dist.irecv, taken[stage + 1, block], group=group, group_peer=source, tag=stage)
                 )
         done = tick - 1 - 2 * last
         whole = 0 <= done < len(cuts)

@@ -67,7 +67,9 @@ def _chain_tiles() -> Mapping[tuple[Product, int, int], Steps]:
     }
     for (name, *_), steps in found.items():
         assert steps[0][1] is not None, "the fewest rows need the Triton chain"
-        assert name != "continue" or (steps[-1][0] == ANY and all(tile for _, tile in steps)), "no library goes on"
+        assert name != "continue" or (steps[-1][0] == ANY and all(tile for _, tile in steps)), (
+            "no library goes on"
+        )
     return found
 
 

@@ -173,12 +173,16 @@ def prepare(group: ProcessGroup, device: torch.device) -> Choice:
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
     *everywhere, least, most = votes.tolist()
     if least != -most:
-        raise TransportError("one transport on every rank", f"several, {_wanted!r} here", "call transport.use alike")
+        raise TransportError(
+            "one transport on every rank", f"several, {_wanted!r} here", "call transport.use alike"
+        )
     reasons = [why or f"{name}: not on every rank" for name, (_, why) in zip(names, found, strict=True)]
     index = least if least >= 0 else next((i for i, yes in enumerate(everywhere) if yes), -1)
     if index < 0 or not everywhere[index]:
         said = "; ".join(reasons) if index < 0 else reasons[index]
-        raise TransportError(f"a transport for group {group.group_name}", said, "name another with transport.use")
+        raise TransportError(
+            f"a transport for group {group.group_name}", said, "name another with transport.use"
+        )
     module = found[index][0]
     assert module is not None
     chosen = Choice(name=names[index], reason="" if least >= 0 else "; ".join(reasons[:index]), module=module)
@@ -194,7 +198,12 @@ def _schedules() -> Any:
 def schedule_for(transport: str, ranks: int, rows: int) -> Schedule:
     """The checked-in schedule of a transport for this many rows; bits are the same under any."""
     held = [e for e in _schedules() if e["transport"] == transport and e["ranks"] <= ranks]
-    require(bool(held), "sm90_linear", f"transport {transport} over {ranks} ranks", f"the schedules in {PATH.name}")
+    require(
+        bool(held),
+        "sm90_linear",
+        f"transport {transport} over {ranks} ranks",
+        f"the schedules in {PATH.name}",
+    )
     entry = max(held, key=lambda e: e["ranks"])
     blocks = next(step["blocks"] for step in entry["steps"] if step["up_to"] is None or step["up_to"] >= rows)
     return Schedule(blocks=blocks, gather_rows=entry["gather_rows"])
@@ -230,6 +239,10 @@ def finish(group: ProcessGroup, *, patience: float | None = None) -> None:
         while not event.query():
             if time.monotonic() > deadline:
                 raise LostPeerError(
-                    rank=group.rank(), size=group.size(), step=step, seconds=limit, said="the GPU still waits for it"
+                    rank=group.rank(),
+                    size=group.size(),
+                    step=step,
+                    seconds=limit,
+                    said="the GPU still waits for it",
                 )
             time.sleep(1e-4)
