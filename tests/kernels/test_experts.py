@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,13 +87,22 @@ def same(got: list[Tensor], want: list[Tensor]) -> None:
         assert torch.equal(*(t.contiguous().view(torch.uint8) for t in (a, b)))
 
 
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Callable[..., Any]]:
+    """`on_rank` by a name that other processes find."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parent)
+        close()  # ranks take the path of the moment they start
+        yield importlib.import_module(Path(__file__).stem).on_rank
+        close()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["EP", "ETP"])
-def test_a_layer_and_all_its_gradients_have_the_same_bits_on_two_ranks(kind: str, dtype: torch.dtype) -> None:
-    try:
-        found = launch(2, on_rank, (dtype, kind))
-    finally:
-        close()
+def test_a_layer_and_all_its_gradients_have_the_same_bits_on_two_ranks(
+    worker: Callable[..., Any], kind: str, dtype: torch.dtype
+) -> None:
+    found = launch(2, worker, (dtype, kind))
     for one in found:
         same(one[:3], found[0][:3])
     whole = run(parameters(dtype), fill(T, H, salt=5, dtype=dtype))
