@@ -30,6 +30,7 @@ from isoexec.adapters.megatron.layers import (
     contract_residual_add,
 )
 from isoexec.adapters.megatron.logprobs import TokenLogprobs
+from isoexec.adapters.megatron.moe import installs_experts
 from isoexec.adapters.megatron.slots import Slot, facts_of, slots, topology_of, uncovered
 from isoexec.adapters.megatron.weights import unwrap
 from isoexec.adapters.snapshot import Snapshot, told
@@ -108,13 +109,20 @@ class MegatronAdapter:
         model = self.model
         live = topology_of(model.pg_collection, model.config)
         for slot in slots(model):
-            group = getattr(slot.module, "tp_group", None)
-            size = group.size() if group is not None else live["TP"]
-            split = getattr(slot.module, "sequence_parallel", None)
-            if size != live["TP"] or (split is not None and bool(split) != (live["SP"] > 1)):
-                where = f"{slot.path} is on TP {size} with sequence_parallel={split}"
-                found = {**live, "TP": size, "SP": size if split else 1}
-                return found, f"{where}, the model on TP {live['TP']} and SP {live['SP']}"
+            module, found = slot.module, dict(live)
+            for axis, name in ((slot.axis, "tp_group"), ("EP", "ep_group")):
+                group = getattr(module, name, None)
+                if group is not None:
+                    found[axis] = group.size()
+            split = getattr(module, "sequence_parallel", None)
+            if split is not None:
+                found["SP"] = found["TP"] if split else 1
+            if found != live:
+                there, here = (
+                    " and ".join(f"{axis} {degrees[axis]}" for axis in live if found[axis] != live[axis])
+                    for degrees in (found, live)
+                )
+                return found, f"{slot.path} is on {there}, the model on {here}"
         return live, None
 
     def describe(self) -> RuntimeDescription:
@@ -196,6 +204,7 @@ class MegatronAdapter:
             raise
 
     def _put(self, plan: Plan) -> None:
+        installs_experts(plan)  # all of a layer's regions, or none
         for slot in slots(self.model):
             bindings = self._bindings_of(slot, plan)
             if any(b is not None for b in bindings.values()):
@@ -247,7 +256,7 @@ class MegatronAdapter:
             module.bind(bindings[slot.region], bias=bindings.get("qkv_bias"))
             self._undo.append(lambda: module.bind(None))
         else:
-            module.bind(bindings[slot.region])
+            module.bind(bindings[slot.region], **{region: bindings[region] for region in slot.wanted.also})
             self._undo.append(lambda: module.bind(None))
         if module is not slot.module:
             self._set(slot.owner, slot.name, module)

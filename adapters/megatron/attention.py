@@ -7,7 +7,8 @@ model itself then runs with ``position_embedding_type == "none"``.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -28,6 +29,7 @@ class ContractCoreAttention(Contracted, DotProductAttention):
 
     region = "attention"
     stock = (DotProductAttention,)
+    also: ClassVar[Mapping[str, str]] = {"rope": "rope_binding"}
     rope_binding: Binding | None = None
     rope_base: float | None = None
 

@@ -8,7 +8,7 @@ forward takes it with the module's own process group, the canary takes it with n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -59,6 +59,8 @@ class Contracted:
 
     region: ClassVar[str]
     stock: ClassVar[tuple[type, ...]] = ()
+    also: ClassVar[Mapping[str, str]] = {}
+    """Regions that every module of the class serves besides its own -> the attribute that holds their binding."""
     binding: Binding | None = None
 
     def bind(self, binding: Binding | None) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds a GPTModel from a Hugging Face folder of a dense Qwen3, MiMo or Qwen2, native or under a contract.
+"""Builds a GPTModel from a Hugging Face folder of a Qwen3, dense or with experts, a MiMo or Qwen2, native or under a contract.
 
 The process groups are those Megatron already has.  MiMo's layers for multi-token prediction are left out: they draft tokens.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from isoexec.contracts.schema import Contract
 __all__ = ["SequenceParallelRMSNorm", "build", "read_hf_config", "stock_spec", "transformer_config"]
 
 
-_FAMILIES = ("qwen3", "mimo", "qwen2")
+_FAMILIES = ("qwen3", "qwen3_moe", "mimo", "qwen2")
+_QWEN3 = ("qwen3", "qwen3_moe")
 
 
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
@@ -42,29 +44,39 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
 
 
 def read_hf_config(folder: Path | str) -> dict[str, Any]:
-    """The folder's config.json; WeightError when it is no dense model this module can build."""
+    """The folder's config.json; WeightError when it is no model this module can build."""
     hf: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     family = hf.get("model_type")
     width = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     for wanted, found in (
         (f"model_type {', '.join(_FAMILIES)}", family in _FAMILIES),
-        ("attention_bias false in Qwen3", family != "qwen3" or not hf.get("attention_bias")),
+        ("attention_bias false in Qwen3", family not in _QWEN3 or not hf.get("attention_bias")),
         ("attention_bias in MiMo", family != "mimo" or hf.get("attention_bias", True)),
         (
             f"head_dim x num_attention_heads to be hidden_size in {family}",
-            family == "qwen3" or width * hf["num_attention_heads"] == hf["hidden_size"],
+            family in _QWEN3 or width * hf["num_attention_heads"] == hf["hidden_size"],
         ),
         ("hidden_act silu", hf.get("hidden_act", "silu") == "silu"),
         ("no sliding window", not hf.get("use_sliding_window")),
         ("a whole rope_theta, as Megatron takes one", rotary_base(hf).is_integer()),
         ("an unscaled rotary table", rope.get("rope_type", "default") == "default"),
+        *(_experts_wanted(hf) if family == "qwen3_moe" else ()),
     ):
         if not found:
             raise WeightError(
-                f"{folder}/config.json: wanted {wanted}, found model_type {family}; this adapter builds dense models"
+                f"{folder}/config.json: wanted {wanted}, found model_type {family}; this adapter builds no other models"
             )
     return hf | {"head_dim": width}
+
+
+def _experts_wanted(hf: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+        yield f"{name} to be a positive whole number", type(hf.get(name)) is int and hf[name] > 0
+    yield "norm_topk_prob true", hf.get("norm_topk_prob") is True
+    yield "experts in every layer (decoder_sparse_step 1)", hf.get("decoder_sparse_step", 1) == 1
+    yield "experts in every layer (mlp_only_layers [])", not hf.get("mlp_only_layers")
+    yield "no shared expert", not hf.get("shared_expert_intermediate_size")
 
 
 def rotary_base(hf: dict[str, Any]) -> float:
@@ -83,7 +95,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration of such a model: no dropout, no fusion; ``recompute`` recomputes every layer in backward.
 
-    Qwen3 norms query and key heads; MiMo and Qwen2 have a bias on query, key and value instead.
+    Qwen3 norms query and key heads; MiMo and Qwen2 have a bias on query, key and value instead.  A layer with experts routes
+    in fp32 and has neither an auxiliary loss nor a capacity.
     """
     layers, pp = hf["num_hidden_layers"], groups.pp.size()
     if recompute:
@@ -95,20 +108,31 @@ def transformer_config(
     if layers % pp:
         # the first stage takes what does not divide
         more = {"num_layers_in_first_pipeline_stage": layers - (pp - 1) * (layers // pp)} | more
+    if "num_experts" in hf:
+        more = {
+            "num_moe_experts": hf["num_experts"],
+            "moe_router_topk": hf["num_experts_per_tok"],
+            "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+            "moe_token_dispatcher_type": "alltoall",
+            "expert_model_parallel_size": groups.ep.size(),
+            "expert_tensor_parallel_size": groups.expt_tp.size(),
+        } | more
     return TransformerConfig(
         num_layers=layers,
         hidden_size=hf["hidden_size"],
         num_attention_heads=hf["num_attention_heads"],
         num_query_groups=hf["num_key_value_heads"],
         kv_channels=hf["head_dim"],
-        ffn_hidden_size=hf["intermediate_size"],
+        ffn_hidden_size=hf.get("moe_intermediate_size", hf["intermediate_size"]),
         layernorm_epsilon=hf["rms_norm_eps"],
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        add_qkv_bias=hf["model_type"] != "qwen3",
-        qk_layernorm=hf["model_type"] == "qwen3",
+        add_qkv_bias=hf["model_type"] not in _QWEN3,
+        qk_layernorm=hf["model_type"] in _QWEN3,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
@@ -131,7 +155,9 @@ def transformer_config(
 
 def stock_spec(config: TransformerConfig, groups: ProcessGroupCollection) -> TransformerBlockSubmodules:
     """Megatron's own local spec of this stage's layers, with norms that sequence parallelism can use."""
-    layer = get_gpt_layer_local_submodules(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_submodules(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     norm = SequenceParallelRMSNorm
     heads = layer.self_attention.submodules
     if config.qk_layernorm:

@@ -22,10 +22,11 @@ from isoexec.adapters.megatron.layers import (
     ContractRMSNorm,
     ContractRowParallelLinear,
 )
+from isoexec.adapters.megatron.moe import ContractExperts, ContractMoELayer, ContractRouter
 
 __all__ = ["Slot", "facts_of", "slots", "topology_of", "uncovered"]
 
-PER_LAYER = (
+_ATTENTION: tuple[tuple[str, str, type[Contracted]], ...] = (
     ("norm", "input_layernorm", ContractRMSNorm),
     ("column_linear", "self_attention.linear_qkv", ContractColumnParallelLinear),
     ("qk_norm", "self_attention.q_layernorm", ContractQKNorm),
@@ -33,9 +34,16 @@ PER_LAYER = (
     ("attention", "self_attention.core_attention", ContractCoreAttention),
     ("row_linear", "self_attention.linear_proj", ContractRowParallelLinear),
     ("norm", "pre_mlp_layernorm", ContractRMSNorm),
+)
+_DENSE: tuple[tuple[str, str, type[Contracted]], ...] = (
     ("silu_mul", "mlp", ContractMLP),
     ("column_linear", "mlp.linear_fc1", ContractColumnParallelLinear),
     ("row_linear", "mlp.linear_fc2", ContractRowParallelLinear),
+)
+_EXPERTS: tuple[tuple[str, str, type[Contracted]], ...] = (
+    ("dispatch", "mlp", ContractMoELayer),
+    ("router", "mlp.router", ContractRouter),
+    ("expert_linear", "mlp.experts", ContractExperts),
 )
 
 
@@ -52,13 +60,17 @@ class Slot:
 
     @property
     def module(self) -> Any:
-        return getattr(self.owner, self.name)
+        return getattr(self.owner, self.name, None)
 
     @property
     def regions(self) -> tuple[str, ...]:
-        """The slot's own region, then the one its module computes besides."""
-        more = {"core_attention": ("rope",), "linear_qkv": ("qkv_bias",)}
-        return (self.region, *more.get(self.name, ()))
+        """The slot's own region, then those its module computes besides."""
+        return (self.region, *self.wanted.also, *(("qkv_bias",) if self.name == "linear_qkv" else ()))
+
+    @property
+    def axis(self) -> str:
+        """The axis of the slot's ``tp_group``: ranks that share an expert are those of ETP."""
+        return "ETP" if self.region == "expert_linear" else "TP"
 
 
 def slots(model: Any) -> Iterator[Slot]:
@@ -67,7 +79,9 @@ def slots(model: Any) -> Iterator[Slot]:
     if model.pre_process:
         yield _slot("embedding", "embedding.word_embeddings", model, ContractEmbedding, group)
     for index, layer in enumerate(model.decoder.layers):
-        for region, path, wanted in PER_LAYER:
+        for region, path, wanted in _ATTENTION + (
+            _DENSE if model.config.num_moe_experts is None else _EXPERTS
+        ):
             if region == "qk_norm" and not model.config.qk_layernorm:
                 continue
             yield _slot(region, path, layer, wanted, layer.tp_group, prefix=f"decoder.layers.{index}.")
@@ -119,7 +133,6 @@ _ADMITTED: dict[str, tuple[Any, ...]] = {
     "fp32_residual_connection": (False,),
     "apply_residual_connection_post_layernorm": (False,),
     "multi_latent_attention": (False,),
-    "num_moe_experts": (None,),
     "mtp_num_layers": (None, 0),
     "use_mup": (False,),
     "fp8": (None,),
@@ -140,13 +153,54 @@ _ADMITTED: dict[str, tuple[Any, ...]] = {
     "cpu_offloading": (False,),
     "virtual_pipeline_model_parallel_size": (None,),
     "batch_invariant_mode": (False,),
+    "mlp_chunks_for_training": (1,),
+}
+# and of its layers with experts, where the contract has regions for them
+_ADMITTED_EXPERTS: dict[str, tuple[Any, ...]] = {
+    "moe_layer_freq": (1,),
+    "moe_router_score_function": ("softmax",),
+    "moe_router_pre_softmax": (False,),
+    "moe_router_topk_scaling_factor": (None,),
+    "moe_router_num_groups": (None, 1),
+    "moe_router_group_topk": (None, 1),
+    "moe_router_topk_limited_devices": (None,),
+    "moe_router_enable_expert_bias": (False,),
+    "moe_router_load_balancing_type": ("none",),
+    "moe_aux_loss_coeff": (0.0,),
+    "moe_z_loss_coeff": (None,),
+    "moe_input_jitter_eps": (None,),
+    "moe_router_force_load_balancing": (False,),
+    "moe_router_force_biased": (None,),
+    "moe_enable_routing_replay": (False,),
+    "moe_token_dropping": (False,),
+    "moe_expert_capacity_factor": (None,),
+    "moe_expert_rank_capacity_factor": (None,),
+    "moe_pad_expert_input_to_capacity": (False,),
+    "moe_router_padding_for_quantization": (False,),
+    "moe_apply_probs_on_input": (False,),
+    "moe_shared_expert_intermediate_size": (None,),
+    "moe_latent_size": (None,),
+    "moe_single_grouped_weight": (False,),
+    "moe_mlp_glu_interleave_size": (None,),
+    "overlap_moe_expert_parallel_comm": (False,),
+    "overlap_dispatch_backward_with_experts_wgrad": (False,),
+    "cuda_graph_impl": ("none",),
 }
 
 
 def uncovered(model: Any, regions: Collection[str]) -> list[str]:
     """What in the model's configuration no region of a contract covers, one line each, and what a region covers in vain."""
     config = model.config
-    parts = {"add_qkv_bias": ("qkv_bias" in regions,), "qk_layernorm": ("qk_norm" in regions,)}
+    parts: dict[str, tuple[Any, ...]] = {
+        "add_qkv_bias": ("qkv_bias" in regions,),
+        "qk_layernorm": ("qk_norm" in regions,),
+    }
+    if "expert_linear" not in regions:
+        parts["num_moe_experts"] = (None,)
+    elif config.num_moe_experts is None:
+        return ["num_moe_experts=None, and the contract's layers have experts"]
+    else:
+        parts |= _ADMITTED_EXPERTS
     lines = [
         f"{name}={getattr(config, name)!r}, the contract covers {' or '.join(map(repr, admitted))}"
         for name, admitted in (_ADMITTED | parts).items()
@@ -179,7 +233,7 @@ def facts_of(model: Any) -> dict[str, int | str | bool]:
     c = model.config
     return {
         "hidden_size": c.hidden_size,
-        "intermediate_size": c.ffn_hidden_size,
+        **(_experts_of(c) if c.num_moe_experts is not None else {"intermediate_size": c.ffn_hidden_size}),
         "layers": c.num_layers,
         "heads": c.num_attention_heads,
         "kv_heads": c.num_query_groups,
@@ -195,4 +249,20 @@ def facts_of(model: Any) -> dict[str, int | str | bool]:
         "quantization": str(c.fp8 or c.fp4 or "none"),
         "rope_type": "scaled" if getattr(model, "rotary_scaling", False) else "default",
         "partial_rotary": getattr(model, "rotary_percent", 1.0) != 1.0,
+    }
+
+
+def _experts_of(c: Any) -> dict[str, int | str | bool]:
+    every = c.moe_layer_freq
+    sparse = every if isinstance(every, list) else [int(i % every == 0) for i in range(c.num_layers)]
+    return {
+        "experts": c.num_moe_experts,
+        "experts_per_token": c.moe_router_topk,
+        "expert_size": c.moe_ffn_hidden_size,
+        "expert_groups": c.moe_router_num_groups or 1,
+        "dense_layers": len(sparse) - sum(sparse),
+        "router_score": c.moe_router_score_function,
+        "router_bias": bool(c.moe_router_enable_expert_bias),
+        "router_normalize": not c.moe_router_pre_softmax,
+        "shared_size": c.moe_shared_expert_intermediate_size or 0,
     }

@@ -16,6 +16,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
@@ -29,6 +30,7 @@ from isoexec.adapters.megatron.layers import (
     ContractRowParallelLinear,
     contract_residual_add,
 )
+from isoexec.adapters.megatron.moe import ContractExperts, ContractMoELayer, ContractRouter, installs_experts
 
 __all__ = ["KEYS_MAP", "ContractSpecProvider", "rewrite_spec"]
 
@@ -45,6 +47,11 @@ _ROW = {"RowParallelLinear", "TERowParallelLinear"}
 _NORM = {"WrappedTorchNorm", "TENorm", "FusedLayerNorm", "RMSNorm", "SequenceParallelRMSNorm"}
 _CORE = {"DotProductAttention", "TEDotProductAttention"}
 _MLP = {"MLP", "TEFusedMLP"}
+_EXPERTS: dict[str, type] = {
+    "MoELayer": ContractMoELayer,
+    "TopKRouter": ContractRouter,
+    "SequentialMLP": ContractExperts,
+}
 
 
 def rewrite_spec(spec: Any, plan: Plan) -> Any:
@@ -71,6 +78,8 @@ def _class(name: str, plan: Plan, field: str) -> Any:
         return ContractCoreAttention
     if name in _MLP and plan.installs("silu_mul"):
         return ContractMLP
+    if name in _EXPERTS and installs_experts(plan):
+        return _EXPERTS[name]
     return None
 
 
@@ -92,6 +101,10 @@ def _rewrite(spec: Any, plan: Plan, field: str) -> Any:
             submodules=_rewrite(spec.submodules, plan, "submodules"),
             **spec.params,
         )
+    if isinstance(spec, MoESubmodules):
+        return dataclasses.replace(
+            spec, router=_rewrite(spec.router, plan, "router"), experts=_rewrite_experts(spec.experts, plan)
+        )
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         values = {
             f.name: _rewrite(getattr(spec, f.name), plan, f.name) for f in dataclasses.fields(spec) if f.init
@@ -102,6 +115,16 @@ def _rewrite(spec: Any, plan: Plan, field: str) -> Any:
     if isinstance(spec, list):
         return [_rewrite(s, plan, field) for s in spec]
     return _rewrite_builder(spec, plan, field)
+
+
+def _rewrite_experts(builder: Any, plan: Plan) -> Any:
+    """The builder of the experts with its class replaced; its linears hold the weights and compute nothing."""
+    if isinstance(builder, functools.partial):
+        func = _rewrite_builder(builder.func, plan, "experts")
+        return functools.partial(func, *builder.args, **builder.keywords)
+    if isinstance(builder, ModuleSpec):
+        return dataclasses.replace(builder, module=_rewrite_builder(builder.module, plan, "experts"))
+    return _rewrite_builder(builder, plan, "experts")
 
 
 def _rewrite_builder(builder: Any, plan: Plan, field: str) -> Any:
@@ -159,6 +182,9 @@ class ContractSpecProvider(LocalSpecProvider):
 
     def core_attention(self) -> type:
         return self._or(super().core_attention(), "core_attention")
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
+        return _rewrite_experts(super().grouped_mlp_modules(moe_use_grouped_gemm), self.plan)
 
     def _or(self, stock: Any, field: str) -> Any:
         return _class(stock.__name__, self.plan, field) or stock

@@ -24,15 +24,20 @@ from isoexec.adapters.megatron.layers import (
     ContractRowParallelLinear,
 )
 from isoexec.adapters.megatron.logprobs import TokenLogprobs
+from isoexec.adapters.megatron.moe import ContractExperts, ContractMoELayer, ContractRouter
 from isoexec.adapters.megatron.slots import slots
 from isoexec.adapters.snapshot import Change, Snapshot
 from isoexec.kernels import registry
+from isoexec.kernels.canaries import chosen
 from isoexec.kernels.rope import naive as rope_naive
 from isoexec.kernels.rope import ops as rope_ops
 
 __all__ = ["bound_objects", "changes_of", "name_of", "region_report", "remember"]
 
-_METHODS = ("forward", "__call__", "compute", "compute_bias", "compute_rope")
+_METHODS = (
+    *("forward", "__call__", "compute", "compute_bias", "compute_rope"),
+    *("compute_routing", "compute_plan", "compute_slots", "compute_combine", "compute_down", "compute_silu"),
+)
 _OURS: dict[type, dict[str, Any]] = {
     cls: {m: inspect.getattr_static(cls, m) for m in _METHODS if hasattr(cls, m)}
     for cls in (
@@ -44,6 +49,9 @@ _OURS: dict[type, dict[str, Any]] = {
         ContractQKNorm,
         ContractMLP,
         ContractCoreAttention,
+        ContractRouter,
+        ContractExperts,
+        ContractMoELayer,
         TokenLogprobs,
     )
 }
@@ -66,7 +74,12 @@ def bound_objects(model: Any, region: str) -> Iterator[tuple[str, Any, type]]:
         yield "token_logprobs", getattr(model, "token_logprobs", None), TokenLogprobs
 
 
-_SHARED = {"rope": "rope", "qkv_bias": "bias"}
+_SHARED: dict[str, tuple[str, ...]] = {
+    "rope": ("rope",),
+    "qkv_bias": ("bias",),
+    "routing": ("routing", "topk", "score_function"),
+    "combine": ("combine",),
+}
 """Regions that live in another one's module -> how the names of their settings begin there."""
 
 
@@ -81,10 +94,14 @@ def remember(model: Any, plan: Plan) -> Snapshot:
 
 def changes_of(model: Any, region: str, changes: Sequence[Change]) -> list[Change]:
     """Those of a snapshot's changes that are a region's: in its own modules, its binding or its table."""
-    paths = {path for path, _, _ in bound_objects(model, region)}
-    others = tuple(name for other, name in _SHARED.items() if other != region)
+    objects = list(bound_objects(model, region))
+    paths = {path for path, _, _ in objects}
+    inside = tuple(f"{path}." for path, _, wanted in objects if wanted is ContractExperts)
+    others = tuple(name for other, names in _SHARED.items() if other != region for name in names)
 
     def owns(change: Change) -> bool:
+        if change.path.startswith(inside):
+            return True
         if change.path not in paths:
             return False
         return (
@@ -105,7 +122,8 @@ def _problem(path: str, obj: Any, wanted: type, binding: Binding) -> str | None:
             return f"{path}.{name} was set on the object"
         if inspect.getattr_static(wanted, name) is not method:
             return f"{wanted.__name__}.{name} was replaced"
-    held = getattr(obj, {"rope": "rope_binding", "qkv_bias": "bias_binding"}.get(binding.region, "binding"))
+    where = "bias_binding" if binding.region == "qkv_bias" else "binding"
+    held = getattr(obj, getattr(wanted, "also", {}).get(binding.region, where))
     if held != binding:
         return f"{path} is bound to {held}"
     if binding.region == "qkv_bias" and obj.bias is None:
@@ -130,6 +148,20 @@ def _model_problem(model: Any, region: str) -> str | None:
             base = layer.self_attention.core_attention.rope_base
             if base != float(model.rotary_base):
                 return f"rotary base {base}, the model's is {model.rotary_base}"
+    if region == "dispatch":
+        for path, layer, _ in bound_objects(model, region):
+            if layer.exchange_group is not model.pg_collection.tp_ep:
+                return f"{path} exchanges rows in another group than the model's"
+            if (problem := layer.unfit()) is not None:
+                return f"{path} has {problem}"
+    if region == "expert_linear":
+        for path, experts, _ in bound_objects(model, region):
+            weights = experts.named_weights()
+            if len(weights) != len(experts.bound_weights):
+                return f"{path} has {len(weights)} weights, {len(experts.bound_weights)} were bound"
+            for (name, weight), bound in zip(weights, experts.bound_weights, strict=True):
+                if weight is not bound:
+                    return f"{path}.{name} is another parameter than was bound"
     return None
 
 
@@ -195,12 +227,36 @@ def _call(region: str, o: Any) -> Callable[..., Tensor]:
             return o.compute_rope
         case "qkv_bias":
             return o.compute_bias
+        case "silu_mul" if isinstance(o, ContractExperts):
+            return o.compute_silu
         case "attention" | "silu_mul":
             return o.compute
+        case "routing":
+            return lambda logits, k: chosen(*o.compute_routing(logits, k))
+        case "dispatch":
+            return lambda x, experts, count: _there_and_back(o, x, experts, count)
+        case "expert_linear":
+            return lambda x, w, offsets: _both_products(o, x, w, offsets)
+        case "combine":
+            return o.compute_combine
         case "logprobs":
             return lambda logits, target: o.compute(logits, target, None)
         case _:
             return lambda x, w: o.compute(x.unsqueeze(1), w, None)
+
+
+def _there_and_back(o: ContractMoELayer, x: Tensor, experts: Tensor, count: int) -> Tensor:
+    """The dispatched rows, where going back to slots gives each token its own row; else no row of theirs."""
+    plan = o.compute_plan(experts, 0, count)
+    rows = o.compute(x, plan, None)
+    home = o.compute_slots(rows, plan, None).view(*experts.shape, x.shape[1])
+    return rows if torch.equal(home, x.unsqueeze(1).expand_as(home)) else rows.new_zeros(())
+
+
+def _both_products(o: ContractExperts, x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    """An expert's first product, where its last is the same one; else nothing of either."""
+    first, last = o.compute(x, w, offsets, None), o.compute_down(x, w, offsets, None)
+    return first if torch.equal(first, last) else first.new_zeros(())
 
 
 def _grad_norm_report(binding: Binding, optimizer: Any, problem: str | None) -> RegionReport:

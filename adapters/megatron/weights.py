@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from isoexec.probes.weights import tensor_partial
 
 __all__ = ["Piece", "WeightError", "export_hf", "load_hf", "pieces", "save_hf", "unwrap", "weight_partials"]
 
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _NORMS = {
     "input_layernorm.weight": "input_layernorm.weight",
@@ -36,6 +37,7 @@ _NORMS = {
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
 }
 _HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+_OF_EXPERT = ".mlp.experts."
 _DRAFTS = "model.mtp_layers."  # of MiMo: no part of a logprob
 
 
@@ -47,7 +49,7 @@ class WeightError(IsoExecError):
 class Piece:
     """``view`` (of a parameter, any strides) is the block of ``name`` that has ``shape`` and starts at ``offset``.
 
-    ``owner`` is False on the tensor-parallel ranks that hold a copy of a block another rank answers for.
+    ``owner`` is False on the ranks that hold a copy of a block another rank answers for.
     """
 
     name: str
@@ -80,11 +82,19 @@ def unwrap(model: Any) -> Any:
 def pieces(model: Any, *, masters: bool = False) -> Iterator[Piece]:
     """Every block this rank holds, in the model's parameter order.
 
-    ``masters`` reads the optimizer's fp32 master weights in the place of bf16 parameters.
+    ``masters`` reads the optimizer's fp32 master weights in the place of bf16 parameters.  Of data-parallel replicas the first
+    answers for a block; an expert's replicas are the ranks of expert data parallelism.
     """
     model = unwrap(model)
-    config, group = model.config, model.pg_collection.tp
-    t, r = group.size(), group.rank()
+    groups = model.pg_collection
+    for piece in _blocks(model, masters=masters):
+        group = groups.expt_dp if _OF_EXPERT in piece.name else groups.dp
+        yield replace(piece, owner=False) if group.rank() else piece
+
+
+def _blocks(model: Any, *, masters: bool) -> Iterator[Piece]:
+    config, groups = model.config, model.pg_collection
+    t, r = groups.tp.size(), groups.tp.rank()
     first = get_transformer_layer_offset(config, None, model.pg_collection.pp.rank())
     tied = model.share_embeddings_and_output_weights
     for name, parameter in model.named_parameters():
@@ -102,7 +112,22 @@ def pieces(model: Any, *, masters: bool = False) -> Iterator[Piece]:
             if found is None:
                 raise WeightError(f"{name}: no Hugging Face name is known for this parameter")
             at = f"model.layers.{int(found[1]) + first}."
-            yield from _layer(at, found[2], data, config, t, r)
+            expert = _EXPERT.fullmatch(found[2])
+            if expert is not None:
+                yield from _expert(at, int(expert[1]), expert[2], data, config, groups)
+            else:
+                yield from _layer(at, found[2], data, config, t, r)
+
+
+def _expert(at: str, index: int, rest: str, data: Tensor, config: Any, groups: Any) -> Iterator[Piece]:
+    held = config.num_moe_experts // groups.ep.size()
+    t, r = groups.expt_tp.size(), groups.expt_tp.rank()
+    at += f"mlp.experts.{groups.ep.rank() * held + index}."
+    if rest == "linear_fc1":
+        for key, half in zip(("gate", "up"), data.chunk(2, 0), strict=True):
+            yield _rows(f"{at}{key}_proj.weight", half, t, r)
+    else:
+        yield _block(f"{at}down_proj.weight", data, tuple(data.shape), t, r, 1)
 
 
 def _layer(at: str, rest: str, data: Tensor, config: Any, t: int, r: int) -> Iterator[Piece]:
@@ -121,6 +146,8 @@ def _layer(at: str, rest: str, data: Tensor, config: Any, t: int, r: int) -> Ite
                 r,
                 0,
             )
+    elif rest == "mlp.router.weight":
+        yield _copy(f"{at}mlp.gate.weight", data, r)
     elif rest == "mlp.linear_fc1.weight":
         for key, half in zip(("gate", "up"), data.chunk(2, 0), strict=True):
             yield _rows(at + f"mlp.{key}_proj.weight", half, t, r)
@@ -178,18 +205,24 @@ def _known_names(model: Any) -> set[str]:
         *(n for n in _NORMS.values() if config.qk_layernorm or n not in _HEAD_NORMS),
         *(f"self_attn.{k}_proj.bias" for k in "qkv" if config.add_qkv_bias),
         *(f"self_attn.{k}_proj.weight" for k in "qkvo"),
-        *(f"mlp.{k}_proj.weight" for k in ("gate", "up", "down")),
+        *_mlp_names(config.num_moe_experts),
     ]
     return names | {f"model.layers.{i}.{n}" for i in range(config.num_layers) for n in per_layer}
+
+
+def _mlp_names(experts: int | None) -> list[str]:
+    at = ["mlp."] if experts is None else [f"mlp.experts.{index}." for index in range(experts)]
+    names = [f"{one}{k}_proj.weight" for one in at for k in ("gate", "up", "down")]
+    return names if experts is None else ["mlp.gate.weight", *names]
 
 
 def export_hf(model: Any, *, masters: bool = False) -> dict[str, Tensor]:
     """The whole model by Hugging Face name on rank 0 of the world, in the weights' own dtype; empty on every other rank.
 
-    Every rank must call it.  Blocks travel point to point; the ranks of data-parallel replicas send nothing.
+    Every rank must call it.  Blocks travel point to point; a replica sends nothing.
     """
     inner = unwrap(model)
-    mine = [p for p in pieces(inner, masters=masters) if p.owner and inner.pg_collection.dp.rank() == 0]
+    mine = [p for p in pieces(inner, masters=masters) if p.owner]
     if dist.get_world_size() == 1:
         lists = [[(p.name, p.shape, p.offset, p.whole, p.view.dtype) for p in mine]]
     else:
@@ -238,14 +271,12 @@ def weight_partials(model: Any) -> tuple[dict[str, tuple[int, int]], dict[str, i
     """(digest partials, elements covered, elements in all) by Hugging Face name, of the blocks this rank answers for.
 
     Partials of all ranks add up mod 2**64 per lane to the digest of the whole tensor, so nothing is gathered.  Replicated
-    blocks are answered for by the first tensor-parallel rank, and by the first data-parallel replica.
+    blocks are answered for by the first tensor-parallel rank, and by the first data-parallel replica (`pieces`).
     """
     inner = unwrap(model)
     partials: dict[str, tuple[int, int]] = {}
     numel: dict[str, int] = {}
     total: dict[str, int] = {}
-    if inner.pg_collection.dp.rank() != 0:
-        return partials, numel, total
     for piece in pieces(inner):
         if piece.owner:
             partials[piece.name] = tensor_partial(piece.read(), piece.whole, piece.offset)

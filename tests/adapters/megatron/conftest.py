@@ -30,19 +30,25 @@ from isoexec.kernels import registry
 
 @dataclass(frozen=True)
 class Layout:
-    """A parallel layout: tensor, sequence and pipeline parallelism."""
+    """A parallel layout: tensor, sequence and pipeline parallelism, and of experts, where one says it."""
 
     tp: int = 1
     sp: bool = False
     pp: int = 1
     world: int = 0
+    ep: int = 1
+    etp: int | None = None
 
     @property
     def ranks(self) -> int:
         return self.world or self.tp * self.pp
 
     def __str__(self) -> str:
-        return f"TP{self.tp}" + ("+SP" if self.sp else "") + (f" PP{self.pp}" if self.pp > 1 else "")
+        return (
+            f"TP{self.tp}"
+            + ("+SP" if self.sp else "")
+            + ((f" PP{self.pp}" if self.pp > 1 else "") + (f" EP{self.ep} ETP{self.etp}" if self.etp else ""))
+        )
 
 
 def _rank_main(rank: int, work: Callable[..., Any], layout: Layout, folder: str) -> None:
@@ -51,7 +57,13 @@ def _rank_main(rank: int, work: Callable[..., Any], layout: Layout, folder: str)
     cpu.install()
     store = FileStore(f"{folder}/store", layout.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.ranks)
-    parallel_state.initialize_model_parallel(layout.tp, layout.pp, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(
+        layout.tp,
+        layout.pp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        create_gloo_process_groups=False,
+    )
     model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
     torch.save(work(), f"{folder}/rank{rank}.pt")
     dist.barrier()
