@@ -78,6 +78,8 @@ def census(model: Any, contract: Contract | None) -> Census:
 
 
 def _score(model: Any, tokens: Tensor) -> None:
+    # or the schedule scales the auxiliary loss of experts, which no model under a contract has
+    unwrap(model).config.calculate_per_token_loss = True
     score(model, tokens, microbatch=_ROWS)
 
 

@@ -56,15 +56,16 @@ def test_a_contracts_own_regions_are_planned_and_no_others() -> None:
 def test_a_region_no_adapter_knows_is_refused_by_name_unless_it_is_off(
     contract: Contract, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    router = tuple(
-        dataclasses.replace(b, region="router") if b.region == "rope" else b for b in contract.composition
+    gated = tuple(
+        dataclasses.replace(b, region="attention_gate") if b.region == "rope" else b
+        for b in contract.composition
     )
-    other = dataclasses.replace(contract, composition=router)
-    with pytest.raises(InstallError, match=r"router: wanted a region this release installs: .*rope.*"):
+    other = dataclasses.replace(contract, composition=gated)
+    with pytest.raises(InstallError, match=r"attention_gate: wanted a region this release installs: .*rope.*"):
         make_plan(other, "engine", DEGREES)
-    monkeypatch.setenv("ISOEXEC_ENFORCE", "router=off")
+    monkeypatch.setenv("ISOEXEC_ENFORCE", "attention_gate=off")
     plan = make_plan(other, "engine", DEGREES)
-    assert plan.binding("router") is None
+    assert plan.binding("attention_gate") is None
     assert plan.binding("rope") is None
 
 

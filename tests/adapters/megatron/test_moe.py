@@ -105,3 +105,17 @@ def test_scores_and_two_training_steps_have_the_bits_of_one_rank_in_every_layout
     assert other_steps == steps
     assert other_masters.keys() == masters.keys()
     assert {n for n in masters if differing(masters[n], other_masters[n])} == set()
+
+
+def test_nothing_is_computed_outside_a_region_forward_or_backward(
+    launch: Any, moe: Path, own: Contract, layout_of: Any
+) -> None:
+    layout = layout_of(**LAYOUTS["TP2+SP EP2 ETP1"])
+
+    def work() -> Any:
+        census = build(moe, dtype=BF16, contract=own, sequence_parallel=True).isoexec_adapter.census()
+        return census.clean, census.text(), census.inside
+
+    for clean, text, inside in launch(work, layout):
+        assert clean, text
+        assert min(inside.values()) > 0
