@@ -160,7 +160,7 @@ def make_qwen3_moe(
     layers: int = 2,
     hidden: int = 128,
     expert_ffn: int = 128,
-    experts: int = 8,
+    experts: int = 16,
     chosen: int = 2,
     heads: int = 4,
     kv_heads: int = 2,

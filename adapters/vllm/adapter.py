@@ -71,7 +71,9 @@ def engine_args(contract: Path | str | None = None, **user: Any) -> dict[str, An
     loaded = Contract.load(path)
     dtype = user.get("dtype", "auto")
     plan = install.plan_engine(
-        loaded, asked_topology(user), None if dtype == "auto" else str(dtype).removeprefix("torch.")
+        loaded,
+        asked_topology(user, experts="expert_linear" in loaded.regions),
+        None if dtype == "auto" else str(dtype).removeprefix("torch."),
     )
     refusals = loaded.claims.environment.refusals(claimable_environment())
     _refuse(

@@ -18,6 +18,8 @@ from vllm.distributed import get_tp_group
 
 from isoexec.adapters.base import Binding, expected_canary
 from isoexec.kernels import registry
+from isoexec.kernels.canaries import chosen
+from isoexec.kernels.dispatch import plan
 
 __all__ = ["Canary", "borrowed"]
 
@@ -150,6 +152,48 @@ class Canary:
                 return layer.quant_method.apply(layer, x, bias=None)
 
         return {"K": self._k()}, call
+
+    def _router(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+        return self._column_linear(layer)
+
+    def _routing(self, router: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+        def call(logits: Tensor, k: int) -> Tensor:
+            with borrowed(router, top_k=k, capture_fn=None, _routing_replay_out=None):
+                return chosen(*router.select_experts(logits, logits))
+
+        return {"experts": int(router.global_num_experts), "places": int(router.top_k)}, call
+
+    def _dispatch(self, module: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+        """There and back again: each rank's rows are its part of the answer, and every rank gets every row."""
+        group = module.group
+        rank, ranks = (group.rank(), group.size()) if group is not None else (0, 1)
+
+        def call(x: Tensor, experts: Tensor, count: int) -> Tensor:
+            own = count // ranks
+            with borrowed(module, first=rank * own, count=own):
+                rows, planned = module(x, experts)
+                slots = module.back(rows, planned)
+            whole = plan(experts, 0, count)
+            out = slots[whole.slots]
+            first, end = whole.offsets[[rank * own, (rank + 1) * own]].tolist()
+            return out if torch.equal(_bits(rows), _bits(out[first:end])) else out.new_zeros(())
+
+        return {"experts": 8 * ranks}, call
+
+    def _expert_linear(self, module: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+        group, packed = module.group, module.isoexec_packed
+        rank, ranks = (group.rank(), group.size()) if group is not None else (0, 1)
+
+        def call(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+            width = x.shape[-1] // ranks
+            own = slice(rank * width, (rank + 1) * width)
+            with borrowed(module, isoexec_packed=type(packed)(packed.k_block)):
+                return module(x[:, own].contiguous(), w[..., own].contiguous(), offsets)
+
+        return {"K": self._k()}, call
+
+    def _combine(self, module: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+        return {}, lambda y, weights: module(y, weights)
 
     def _rope(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
         def call(x: Tensor, positions: Tensor, base: float) -> Tensor:

@@ -13,6 +13,10 @@ norm, qk_norm        ``RMSNorm.register_oot``                                   
 rope                 ``RotaryEmbedding.register_oot``                                            runs natively
 silu_mul             ``SiluAndMul.register_oot``                                                 runs natively
 attention            ``register_backend(CPU_ATTN, ...)``                                         runs natively
+router               ``quantization="isoexec"``                                                  engine refuses
+routing              ``MoERunner.register_oot`` (`isoexec.adapters.vllm.moe`)                    engine refuses
+dispatch, combine,   ``quantization="isoexec"`` and ``MoERunner.register_oot``                   engine refuses
+expert_linear
 logprobs             ``worker_cls`` (`isoexec.adapters.vllm.cpu_worker`)                         engine refuses
 ===================  ==========================================================================  ==================
 
@@ -105,17 +109,19 @@ def count_loads(loader: Callable[..., Any]) -> Callable[..., Any]:
 class PackedWeight:
     """The fp32 blocks of a weight, packed anew whenever the weight was loaded, replaced or written in place."""
 
+    pack = staticmethod(pack_weight)
+
     def __init__(self, k_block: int) -> None:
         self.k_block = k_block
         self._stamp: tuple[int, ...] | None = None
         self._packed: Tensor | None = None
 
     def of(self, weight: Tensor) -> Tensor:
-        """Packed blocks of ``weight`` [N, K]: fp32 [K / k_block, k_block, N]."""
+        """Packed blocks of ``weight`` [..., N, K]: fp32 [..., K / k_block, k_block, N]."""
         version = 0 if weight.is_inference() else weight._version
         stamp = (weight.data_ptr(), version, getattr(weight, _LOADS, 0))
         if self._packed is None or stamp != self._stamp:
-            self._packed = pack_weight(weight.data, k_block=self.k_block)
+            self._packed = self.pack(weight.data, k_block=self.k_block)
             self._stamp = stamp
         return self._packed
 
@@ -123,7 +129,7 @@ class PackedWeight:
         """Whether the blocks in use are those of ``weight``, compared bit by bit."""
         held = self.of(weight)
         return torch.equal(
-            held.view(torch.int32), pack_weight(weight.data, k_block=self.k_block).view(torch.int32)
+            held.view(torch.int32), self.pack(weight.data, k_block=self.k_block).view(torch.int32)
         )
 
 
@@ -384,11 +390,15 @@ class IsoExecConfig(QuantizationConfig):
         return cls()
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        if _has_experts() and isinstance(layer, _moe().RoutedExperts):
+            return _moe().ExpertsMethod(layer) if _moe().experts_installed() else None
+        if _has_experts() and isinstance(layer, _moe().GateLinear):
+            return _moe().GateMethod() if state.installs("router") else UnquantizedLinearMethod()
         if isinstance(layer, LinearBase):
             refuse_unless(
                 not isinstance(layer, ReplicatedLinear),
                 "column_linear",
-                "dense column and row linears",
+                "column and row linears, and the router of a contract that has one",
                 prefix,
             )
             region = "row_linear" if isinstance(layer, RowParallelLinear) else "column_linear"
@@ -417,6 +427,16 @@ def _mimo() -> ModuleType:
     return importlib.import_module("isoexec.adapters.vllm.mimo")
 
 
+def _moe() -> ModuleType:
+    """The module of layers with experts, which imports much of the engine's."""
+    return importlib.import_module("isoexec.adapters.vllm.moe")
+
+
+def _has_experts() -> bool:
+    plan = state.active()
+    return plan is not None and "expert_linear" in plan.contract.regions
+
+
 def install(plan: Plan) -> None:
     """Register the hooks of the regions ``plan`` installs; idempotent.
 
@@ -441,6 +461,8 @@ def install(plan: Plan) -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, ATTENTION)
     if plan.installs("norm") and "MiMoForCausalLM" in plan.contract.model.architectures:
         _mimo().install()
+    if "expert_linear" in plan.contract.regions:
+        _moe().install(plan)
 
 
 def remove() -> None:
@@ -451,6 +473,7 @@ def remove() -> None:
     if registered()["attention"] == ATTENTION:
         AttentionBackendEnum.CPU_ATTN.clear_override()
     _mimo().remove()
+    _moe().remove()
     if QUANTIZATION in QUANTIZATION_METHODS:
         QUANTIZATION_METHODS.remove(QUANTIZATION)
         _CUSTOMIZED_METHOD_TO_QUANT_CONFIG.pop(QUANTIZATION, None)
@@ -466,5 +489,7 @@ def registered() -> dict[str, str]:
     for regions, base, _ in _SWAPS:
         there = op_registry_oot.get(base.__name__, base)
         found |= dict.fromkeys(regions, f"{there.__module__}.{there.__qualname__}")
+    found |= dict.fromkeys(("router", "expert_linear"), owner)
+    found |= dict.fromkeys(("routing", "dispatch", "combine"), _moe().registered())
     found["attention"] = AttentionBackendEnum.CPU_ATTN.get_path()
     return found

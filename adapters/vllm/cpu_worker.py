@@ -216,6 +216,11 @@ class IsoExecCPUWorker(CPUWorker, IsoExecExtension):
             from isoexec.adapters.vllm import mimo
 
             mimo.check(self.get_model())
+        plan = state.active()
+        if plan is not None and "expert_linear" in plan.contract.regions:
+            from isoexec.adapters.vllm import moe
+
+            moe.check(self.get_model().named_modules())
         for name, module in self.get_model().named_modules():
             if isinstance(module, IsoExecRMSNorm) and name.endswith(("q_norm", "k_norm")):
                 module.isoexec_region = "qk_norm"

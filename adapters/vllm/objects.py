@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, RowParallelLinear
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
@@ -32,6 +35,8 @@ def _region_of(name: str, module: Any) -> str | None:
         return "lm_head"
     if isinstance(module, VocabParallelEmbedding):
         return "embedding"
+    if isinstance(module, GateLinear):
+        return "router"
     if isinstance(module, LinearBase):
         return "row_linear" if isinstance(module, RowParallelLinear) else "column_linear"
     if isinstance(module, RMSNorm):
@@ -41,6 +46,16 @@ def _region_of(name: str, module: Any) -> str | None:
     if isinstance(module, SiluAndMul):
         return "silu_mul"
     return None
+
+
+def _of_experts(name: str, layer: RoutedExperts) -> Iterator[tuple[str, str, Any]]:
+    """(region, path, object) of a layer's experts: the engine's own kernel computes three regions in one object."""
+    steps = getattr(layer.quant_method, "steps", dict.fromkeys(("dispatch", "expert_linear", "combine"), ()))
+    for region, parts in steps.items():
+        for part in parts:
+            yield region, f"{name}.{part}", getattr(layer, part)
+        if not parts:
+            yield region, name, layer
 
 
 def bound_objects(runner: Any) -> dict[str, list[tuple[str, Any]]]:
@@ -54,6 +69,11 @@ def bound_objects(runner: Any) -> dict[str, list[tuple[str, Any]]]:
             found["qkv_bias"].append((name, module))
         if isinstance(module, Attention):
             found["attention"].append((name, module))
+        if isinstance(module, MoERunner):
+            found["routing"].append((name, module.router))
+        if isinstance(module, RoutedExperts):
+            for region, path, part in _of_experts(name, module):
+                found[region].append((path, part))
     found["logprobs"].append(("sampler", runner.sampler))
     return found
 

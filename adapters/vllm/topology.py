@@ -11,16 +11,22 @@ from isoexec.probes.attest import environment
 __all__ = ["asked_topology", "claimable_environment", "live_topology"]
 
 
-def asked_topology(args: Mapping[str, Any]) -> dict[str, int]:
-    """Degrees that engine arguments (``LLM(**args)``) will lead to."""
+def asked_topology(args: Mapping[str, Any], *, experts: bool) -> dict[str, int]:
+    """Degrees that engine arguments (``LLM(**args)``) will lead to, for a model with ``experts`` or without.
+
+    The engine flattens its tensor, data and prefill-context ranks for experts: whole ones with ``enable_expert_parallel``, or else
+    a slice of each a rank.
+    """
     tp = int(args.get("tensor_parallel_size", 1))
     dp = int(args.get("data_parallel_size", 1))
     decode = int(args.get("decode_context_parallel_size", 1))
     prefill = int(args.get("prefill_context_parallel_size", 1))
+    flat = tp * dp * prefill
+    whole = bool(args.get("enable_expert_parallel"))
     return {
         "TP": tp,
-        "EP": tp * dp if args.get("enable_expert_parallel") else 1,
-        "ETP": 1,
+        "EP": flat if whole else 1,
+        "ETP": flat if experts and not whole else 1,
         "SP": 1,
         "CP": decode * prefill,
         "PP": int(args.get("pipeline_parallel_size", 1)),
@@ -34,15 +40,17 @@ def live_topology() -> dict[str, int]:
     from vllm.distributed import parallel_state as groups
 
     config = get_current_vllm_config_or_none()
-    parallel = config.parallel_config if config is not None else None
-    expert = parallel is not None and parallel.enable_expert_parallel
-    tp, dp = groups.get_tp_group().world_size, groups.get_dp_group().world_size
+    whole = config is not None and config.parallel_config.enable_expert_parallel
+    experts = config is not None and config.model_config.get_num_experts() > 0
+    tp, dp, prefill = (
+        g().world_size for g in (groups.get_tp_group, groups.get_dp_group, groups.get_pcp_group)
+    )
     return {
         "TP": tp,
-        "EP": tp * dp if expert else 1,
-        "ETP": 1,
+        "EP": groups.get_ep_group().world_size if whole else 1,
+        "ETP": tp * dp * prefill if experts and not whole else 1,
         "SP": 1,
-        "CP": groups.get_dcp_group().world_size * groups.get_pcp_group().world_size,
+        "CP": groups.get_dcp_group().world_size * prefill,
         "PP": groups.get_pp_group().world_size,
         "DP": dp,
     }

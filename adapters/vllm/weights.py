@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.distributed import get_tp_group
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -81,6 +82,25 @@ def _merged(names: list[str], kind: str, param: Tensor, layer: Any) -> Iterator[
         yield _block(f"{name}.{kind}", block, (whole, *tail), (layer.tp_rank * rows, *(0 for _ in tail)))
 
 
+def _experts(path: str, kind: str, param: Tensor, layer: Any) -> Iterator[Shard]:
+    """The weights of a rank's experts, one a checkpoint tensor; the engine's own method packs them for its kernel."""
+    at = path.rpartition(".")[0]
+    parts = ("gate_proj", "up_proj") if kind == "w13_weight" else ("down_proj",)
+    readable = hasattr(layer.quant_method, "steps") and kind in ("w13_weight", "w2_weight")
+    moe = layer.moe_config.moe_parallel_config
+    for index, expert in enumerate(layer.expert_map_manager.get_local_expert_ids()):
+        for part, block in zip(parts, param[index].chunk(len(parts)) if readable else parts, strict=True):
+            name = f"{at}.{expert}.{part}.weight"
+            if not readable:
+                yield Shard(name=name, tensor=None, global_shape=(), offsets=())
+            elif kind == "w13_weight":
+                rows, width = block.shape
+                yield _block(name, block, (rows * moe.tp_size, width), (rows * moe.tp_rank, 0))
+            else:
+                rows, width = block.shape
+                yield _block(name, block, (rows, width * moe.tp_size), (0, width * moe.tp_rank))
+
+
 def _of_layer(
     model: nn.Module, path: str, layer: Any, kind: str, param: Tensor, first: bool
 ) -> Iterator[Shard]:
@@ -91,7 +111,9 @@ def _of_layer(
         loaded = param.to(layer.params_dtype)  # the native engine widens a bias when it packs the weight
         param = loaded if torch.equal(loaded.to(param.dtype), param) else param
     names = _packed_names(model, path) if joined else [path]
-    if param.numel() == 0 or (joined and len(names) < 2):
+    if isinstance(layer, RoutedExperts):
+        yield from _experts(path, kind, param, layer)
+    elif param.numel() == 0 or (joined and len(names) < 2):
         for name in names or [path]:
             yield Shard(name=f"{name}.{kind}", tensor=None, global_shape=(), offsets=())
     elif isinstance(layer, QKVParallelLinear):
