@@ -77,6 +77,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--fresh", action="store_true", help="do not go on from an interrupted run")
     sub.add_argument("--missing", action="store_true", help="only gates without a record of this source here")
     sub.add_argument(
+        "--extend",
+        action="store_true",
+        help="go on from the newest record of this source here: run only checks, and degrees of parallelism, that it lacks",
+    )
+    sub.add_argument(
         "--contract",
         action="append",
         default=[],
@@ -224,7 +229,7 @@ def _run(args: argparse.Namespace) -> int:
         idle = sorted(set(functions) - {job.gate.function for job in jobs})
         if idle:
             print(f"not run, since no contract of {args.arch} binds them: {', '.join(idle)}")
-        held = _held(jobs, store) if args.missing and not args.family else {}
+        held = _held(jobs, store) if (args.missing or args.extend) and not args.family else {}
         jobs = [job for job in jobs if job.gate.function not in held]
         made, failed = _prove(args, jobs, store)
     records = [*held.values(), *made]
@@ -257,10 +262,14 @@ def _prove(args: argparse.Namespace, jobs: Sequence[Job], store: Store) -> tuple
     """Run the jobs, write a record of each gate that holds as a whole, and count those that do not."""
     from isoexec.kernels.gates.found import environment
     from isoexec.kernels.gates.progress import Progress
-    from isoexec.kernels.gates.running import State, record_of, run_gates
+    from isoexec.kernels.gates.running import State, carry_over, record_of, run_gates
     from isoexec.kernels.gates.showing import counts, outcome_lines
 
     state, found = State(args.work), environment(args.arch)
+    for function in sorted({job.gate.function for job in jobs}) if args.extend else ():
+        own = [job for job in jobs if job.gate.function == function]
+        taken = carry_over(own, store, state, now=time.time())
+        print(f"{function}: {taken} of {len(own)} checks taken over from the newest record")
     records: list[EvidenceRecord] = []
     failed = 0
     with Progress(len(jobs)) as progress:

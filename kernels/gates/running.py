@@ -24,12 +24,14 @@ from isoexec.contracts.pinning import pin
 from isoexec.contracts.schema import Contract
 from isoexec.kernels import registry
 from isoexec.kernels.gates.checking import Gate, Value, subject
+from isoexec.kernels.gates.degrees import lacking, possible
 from isoexec.kernels.gates.found import constants_of, device_for, environment, gate_for, hold_switches
 
 __all__ = [
     "Job",
     "Outcome",
     "State",
+    "carry_over",
     "jobs_of",
     "live_sources",
     "pin_contract",
@@ -161,6 +163,8 @@ def run_gates(
             said(job, None, False)
             key = job.key(found)
             check = None if fresh else state.get(key)
+            if check is not None and possible(job.gate, check):
+                check = None  # of a machine with fewer ranks than this one
             kept += check is not None
             if check is None:
                 try:
@@ -204,21 +208,49 @@ def record_of(outcome: Outcome, *, full: bool, valid_days: int, now: float | Non
     )
 
 
-def proven(jobs: Sequence[Job], store: Store, *, now: float) -> EvidenceRecord | None:
-    """A record that says of this source, gate and environment what these checks of one gate would say, or None.
-
-    It is whole, has not expired, and is full where the jobs are.
-    """
+def _of_here(jobs: Sequence[Job], store: Store, *, now: float) -> Iterator[EvidenceRecord]:
+    """Records of this source, gate and environment, newest first, that have not expired and are full where the jobs are."""
     gate = jobs[0].gate
     ours, here, digest = subject(gate.function, gate.arch), environment(gate.arch), gate.digest()
     for record in store.find(function=gate.function, provider=ours.name, arch=gate.arch):
         same = (record.provider, record.gate, dict(record.environment)) == (ours, digest, here)
-        if not same or moment(record.expires) <= now or (jobs[0].full and record.profile != "full"):
-            continue
-        held = [record.check(job.family, job.constants) for job in jobs]
-        if all(check is not None and not check.failures() for check in held):
+        if same and moment(record.expires) > now and (record.profile == "full" or not jobs[0].full):
+            yield record
+
+
+def proven(jobs: Sequence[Job], store: Store, *, now: float) -> EvidenceRecord | None:
+    """A record that says of this source, gate and environment what these checks of one gate would say, or None.
+
+    It is whole, has not expired, is full where the jobs are, and covers every degree that could be run here.
+    """
+    for record in _of_here(jobs, store, now=now):
+        held = [(job.gate, record.check(job.family, job.constants)) for job in jobs]
+        if all(
+            check is not None and not check.failures() and not possible(gate, check) for gate, check in held
+        ):
             return record
     return None
+
+
+def carry_over(jobs: Sequence[Job], store: Store, state: State, *, now: float) -> int:
+    """Take what the newest record of this source, gate and environment says of these jobs of one gate as already run.
+
+    `run_gates` then runs what it lacks: other constants, families, and degrees that this machine has ranks for. Returns how many
+    checks were taken over.
+    """
+    record = next(_of_here(jobs, store, now=now), None)
+    if record is None or (record.profile == "full") != jobs[0].full:
+        return 0
+    found, taken = environment(record.arch), 0
+    for job in jobs:
+        check = record.check(job.family, job.constants)
+        if check is None or check.failures():
+            continue
+        kept = state.get(job.key(found))
+        if kept is None or lacking(job.gate, kept):
+            state.put(job.key(found), check)
+        taken += 1
+    return taken
 
 
 def pin_contract(path: Path, records: Iterable[EvidenceRecord]) -> list[str]:

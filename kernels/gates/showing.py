@@ -9,6 +9,7 @@ from rich.table import Table
 
 from isoexec.contracts.evidence import FAMILIES, Check, EvidenceRecord
 from isoexec.kernels.gates.checking import Value
+from isoexec.kernels.gates.degrees import lacking, said
 from isoexec.kernels.gates.running import Outcome
 
 __all__ = ["constants_text", "counts", "gates_table", "outcome_lines", "record_text", "records_table"]
@@ -58,6 +59,11 @@ def outcome_lines(outcome: Outcome) -> list[str]:
             f"  {check.family:<21} {constants_text(check.constants)}: {counts(check.elements)} elements, "
             f"{counts(check.differing)} differ; controls differ: {controls or 'none planted'}; {verdict}"
         )
+        if missing := said(lacking(outcome.gate, check)):
+            lines.append(
+                f"    NOT COVERED: {missing}: there are not that many ranks here; the record lacks them until "
+                "`isoexec gate run --extend` is run where there are"
+            )
     return [*lines, *(f"  FAILS: {why}" for why in outcome.broken)]
 
 

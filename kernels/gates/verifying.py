@@ -14,6 +14,7 @@ from isoexec.contracts.schema import Contract
 from isoexec.contracts.signing import signers
 from isoexec.kernels import registry
 from isoexec.kernels.gates.checking import Gate, GateError
+from isoexec.kernels.gates.degrees import beyond, said
 from isoexec.kernels.gates.found import device_for, environment, gate_for
 from isoexec.kernels.gates.running import live_sources
 
@@ -76,6 +77,7 @@ def judge(store: Store, digest: str, *, now: float) -> Held:
         for name, wanted, has in there
     ]
     notes += [note] if note else []
+    notes += _not_again(record)
     signed: frozenset[str] = frozenset()
     try:
         signed = signers(store, digest)
@@ -159,6 +161,23 @@ def names(contract: Contract) -> dict[str, list[str]]:
     return out
 
 
+def _not_again(record: EvidenceRecord) -> list[str]:
+    """What of a record this machine has too few ranks to run again."""
+    if record.provider.kind != "kernel":
+        return []
+    try:
+        device_for(record.arch)
+        gate = gate_for(record.function, record.arch)
+    except (IsoExecError, ImportError):
+        return []  # another arch's, or of a function that is no longer here: findings and notes say so
+    found = {check.family: said(beyond(gate, check)) for check in record.checks}
+    return [
+        f"{family} covers {what}, for which there are too few ranks here"
+        for family, what in found.items()
+        if what
+    ]
+
+
 def unproven(contract: Contract) -> list[str]:
     """The regions that a contract itself says are unproven: it promises nothing of them, and an adapter refuses them."""
     nobody = {p.function for p in contract.providers if p.discharge.kind == "none"} - {
@@ -201,7 +220,8 @@ def sample(held: Sequence[Held], count: int, seed: int) -> list[tuple[Held, Chec
             device_for(one.record.arch)
         except GateError:
             continue
-        able += [(one, check) for check in one.record.checks]
+        gate = gate_for(one.record.function, one.record.arch)
+        able += [(one, check) for check in one.record.checks if not beyond(gate, check)]
     return random.Random(seed).sample(able, min(count, len(able)))  # noqa: S311 - a sample, no secret
 
 

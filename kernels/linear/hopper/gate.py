@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What proves linear.mma_chain/1 on sm90: every weight and number of rows against one tile, and against the exact product."""
+"""What proves linear.mma_chain/1 on sm90: every weight and number of rows against one tile, and against the exact product.
+
+Gradients likewise, each against a tile that reads the same layout; shards in one process by accumulators handed on, and in real
+processes, one a GPU, over each transport that is available there.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,33 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
 from isoexec.kernels.gates import Gate, Run
+from isoexec.kernels.gates.degrees import degrees, wants
 from isoexec.kernels.gates.forward import cases, every_batch, many, reruns_at_full_size, touched
-from isoexec.kernels.linear.hopper import cublaslt, table
+from isoexec.kernels.gates.recipes import gradients
+from isoexec.kernels.linear.hopper import chains, cublaslt, naive, plain, table, transport
 from isoexec.kernels.linear.hopper.kernel import launch, reference
-from isoexec.kernels.linear.hopper.ops import linear
+from isoexec.kernels.linear.hopper.ops import (
+    chain,
+    column_linear,
+    input_gradient,
+    linear,
+    row_linear,
+    weight_gradient,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 __all__ = ["GATE", "ROWS", "chain_controls", "claimed", "operands", "out_dtype", "weights"]
 
 GATE = Gate("linear.mma_chain/1", "sm90")
+RANKS = (1, 2, 4, 8)
+wants(GATE, "partition_invariance", TP=RANKS, SP=RANKS)
 # around every size at which a tile or the library's choice may change
 ROWS = (
     *(
@@ -87,6 +104,19 @@ TOO_FAR = (
 )
 TILED = (4096, 4096)  # the weight that every tile in use computes
 QUICK_WEIGHTS = ((1024, 3072), (4096, 4096))
+GRADIENT_ROWS = (
+    *(1, 2, 7, 15, 16, 17, 31, 64, 65, 100, 128, 129, 250, 512, 777, 1024, 2000),
+    *(4096, 8191, 8192),
+)
+NARROW = (
+    32768  # a wider weight is a head's: fewer rows of its gradients are compared, and no ranks share it here
+)
+HEAD_ROWS = 1024
+# what ranks share in real processes, and with how many rows; weight gradients are compared with WEIGHT_ROWS of them
+SHARED_WEIGHTS = ((4096, 4096), (4096, 12288), (2048, 4096), (6144, 1024))
+SHARED_ROWS = (1, 64, 776, 2048)
+WEIGHT_ROWS = 64
+PADDED = 37  # rows to which zeros are appended
 
 
 @contextlib.contextmanager
@@ -193,31 +223,271 @@ def _case_parity(run: Run) -> None:
 
 @GATE.check("partition_invariance")
 def _partition(run: Run) -> None:
-    """Columns of the weight on several ranks; rows of it (K) are not cut: the op takes no accumulator."""
+    """Both sides of every weight cut, in one process; then in real processes, one a GPU."""
     dtype = out_dtype(run)
     with claimed():
         for N, K in weights(run):
             x, w = operands(run, SOME, N, K)
             for M in run.over("rows", [M for M in (1, 16, 64, SOME) if M <= SOME]):
                 whole = _op(run, x[:M], w)
-                tile = table.tile_for(N, K, M)
-                for shards in run.over("n_shards", (1, 2, 4, 8)):
-                    parts = []
-                    for part in w.chunk(shards):
-                        if tile is None:
-                            parts.append(cublaslt.linear(x[:M], part, dtype))
-                        else:
-                            parts.append(
-                                torch.full((M, len(part)), float("nan"), dtype=dtype, device=x.device)
-                            )
-                            launch(x[:M], part, parts[-1], tile)
-                    run.equal(torch.cat(parts, 1), whole)
+                for shards in run.over("n_shards", [n for n in RANKS if N % (16 * n) == 0]):
+                    run.equal(torch.cat([_op(run, x[:M], part) for part in w.chunk(shards)], 1), whole)
+                for shards in run.over("k_shards", [n for n in RANKS[1:] if K % (16 * n) == 0]):
+                    acc = None
+                    cut = list(zip(x[:M].chunk(shards, 1), w.chunk(shards, 1), strict=True))
+                    for a, b in cut[:-1]:
+                        acc = chain(a, b, acc)
+                    run.equal(chain(*cut[-1], acc, out_dtype=dtype), whole)
+            _input_gradient_in_laps(run, x, w)
     x, w = operands(run, *PLANTED)
-    parts = [
-        reference(a.contiguous(), b.contiguous(), torch.float32)
-        for a, b in zip(x.chunk(2, 1), w.chunk(2, 1), strict=True)
-    ]
+    pairs = zip(x.chunk(2, 1), w.chunk(2, 1), strict=True)
+    parts = [reference(a.contiguous(), b.contiguous(), torch.float32) for a, b in pairs]
     run.control("k_shards_summed", parts[0] + parts[1], reference(x, w, torch.float32))
+    if dtype == torch.bfloat16:  # a head's logits are not row-parallel; its columns are other ranks' own
+        _real_ranks(run)
+
+
+def _input_gradient_in_laps(run: Run, x: Tensor, w: Tensor) -> None:
+    """Shards `[gate_r; up_r]` of a merged weight, the accumulator going around the ranks once a part."""
+    N = len(w)
+    dy = many(run, len(x), N, salt=5)
+    whole = input_gradient(dy, w)
+    for shards in [n for n in RANKS if N % (32 * n) == 0]:
+        run.covers(laps=2, gradient_shards=shards)
+        own = [naive.shard_rows(N, rank, shards, 2).to(w.device) for rank in range(shards)]
+        held = [(dy[:, rows].chunk(2, 1), w[rows].chunk(2)) for rows in own]
+        acc = None
+        for lap in (0, 1):
+            for g, part in held:
+                acc = input_gradient(g[lap], part[lap], acc, out_dtype=torch.float32)
+        assert acc is not None
+        run.equal(acc.bfloat16(), whole)
+
+
+def _transports(rank: int, size: int, group: ProcessGroup | None, device: str) -> dict[str, Tensor]:
+    """Which transports this rank could use."""
+    del size
+    assert group is not None
+    here = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    return {
+        name: torch.tensor(transport._look(name, group, here)[0] is not None) for name in transport.TRANSPORTS
+    }
+
+
+def shared(
+    rank: int,
+    size: int,
+    group: ProcessGroup | None,
+    name: str,
+    weight: tuple[int, int],
+    rows: int,
+    sp: bool,
+    device: str,
+) -> dict[str, list[Tensor]]:
+    """Outputs and gradients of a rank's part of a column-parallel, a merged and a row-parallel linear, and of gather-K."""
+    run = Run(
+        constants={},
+        full=True,
+        device=torch.device(device, rank) if device == "cuda" else torch.device(device),
+    )
+    if group is not None:
+        transport.use(name)
+    N, K = weight
+    x, w = operands(run, rows, N, K)
+    dy, dz = many(run, rows, N, salt=5), many(run, rows, N, salt=6)
+    x_own, dz_own = (t.chunk(size)[rank] if sp else t for t in (x, dz))
+    done: dict[str, list[Tensor]] = {}
+    with claimed():
+        for laps, what in ((1, "column"), (2, "merged")):
+            own = naive.shard_rows(N, rank, size, laps).to(w.device)
+            call = partial(column_linear, group=group, sequence_parallel=sp, laps=laps)
+            done[what] = gradients(call, [x_own, w[own]], dy[:, own])
+        part, w_part = (t.chunk(size, 1)[rank].contiguous() for t in (x, w))
+        done["row"] = gradients(
+            partial(row_linear, group=group, sequence_parallel=sp), [part, w_part], dz_own
+        )
+        done["gathered"] = [done["row"][0]]
+        if group is not None:
+            by_outputs = plain.outputs_shard(w_part, group)
+            done["gathered"] = [
+                plain.gather_k(part, by_outputs, group, "rows" if sp else "all", torch.bfloat16)
+            ]
+            transport.finish(group)
+    return {what: [t.cpu() for t in some[: 3 if rows == WEIGHT_ROWS else 2]] for what, some in done.items()}
+
+
+def faults(rank: int, size: int, group: ProcessGroup | None, name: str, device: str) -> dict[str, Tensor]:
+    """Shared products done wrongly, in fp32, and the right one."""
+    run = Run(
+        constants={},
+        full=True,
+        device=torch.device(device, rank) if device == "cuda" else torch.device(device),
+    )
+    assert group is not None
+    transport.use(name)
+    x, w = operands(run, *PLANTED)
+    dy = many(run, len(x), len(w), salt=5)
+    own = naive.shard_rows(len(w), rank, size, 2).to(w.device)
+
+    def part(of: int) -> tuple[Tensor, Tensor]:
+        a, b = (t.chunk(size, 1)[of].contiguous() for t in (x, w))
+        return a, b
+
+    with claimed():
+        moved = transport.prepare(group, x.device).module
+        alone = chain(*part(rank))
+        summed = alone.clone()
+        dist.all_reduce(summed, group=group)
+        wide = torch.float32
+        found = {
+            "right": moved.row_product(*part(rank), group, "all", wide),
+            "hand_over_missing": alone,
+            "rank_sums_added": summed,
+            "ranks_in_another_order": moved.row_product(*part(size - 1 - rank), group, "all", wide),
+            "right_gradient": moved.column_gradient(dy[:, own].contiguous(), w[own], group, 2, "all", wide),
+            "one_lap_for_two_parts": moved.column_gradient(
+                dy[:, own].contiguous(), w[own], group, 1, "all", wide
+            ),
+        }
+        transport.finish(group)
+    return {what: t.cpu() for what, t in found.items()}
+
+
+def _real_ranks(run: Run) -> None:
+    device = run.device.type
+    narrow = run.pick(SHARED_WEIGHTS[:1], SHARED_WEIGHTS)
+    whole: dict[tuple[tuple[int, int], int], dict[str, list[Tensor]]] = {}
+    able: dict[int, list[str]] = {}
+    for axis, sp in (("TP", False), ("SP", True)):
+        for size in degrees(run, axis, RANKS):
+            if size == 1:
+                names = ["none"]
+            elif size not in able:
+                votes = run.ranks(size, _transports, device)
+                able[size] = [name for name in votes[0] if all(bool(vote[name]) for vote in votes)]
+            names = ["none"] if size == 1 else able[size]
+            for name in run.over("transport", names):
+                for weight in narrow:
+                    if weight[0] % (32 * size) or weight[1] % (16 * size):
+                        continue
+                    for rows in run.over("shared_rows", run.pick(SHARED_ROWS[:3], SHARED_ROWS)):
+                        if sp and rows % size:
+                            continue
+                        if (weight, rows) not in whole:
+                            whole[weight, rows] = run.ranks(1, shared, name, weight, rows, False, device)[0]
+                        one = whole[weight, rows]
+                        many_ranks = (
+                            run.ranks(size, shared, name, weight, rows, sp, device) if size > 1 else [one]
+                        )
+                        _compare(run, many_ranks, one, sp)
+            if size > 1 and not sp:
+                for name in names:
+                    wrong = run.ranks(size, faults, name, device)[0]
+                    x, w = operands(run, *PLANTED)
+                    dy = many(run, len(x), len(w), salt=5)
+                    with claimed():
+                        right = chain(x, w).cpu()
+                        gradient = input_gradient(dy, w, out_dtype=torch.float32).cpu()
+                    run.equal([wrong.pop("right"), wrong.pop("right_gradient")], [right, gradient])
+                    run.control("one_lap_for_two_parts", wrong.pop("one_lap_for_two_parts"), gradient)
+                    for fault, got in wrong.items():
+                        run.control(fault, got, right)
+
+
+def _compare(
+    run: Run, ranks: Sequence[dict[str, list[Tensor]]], whole: dict[str, list[Tensor]], sp: bool
+) -> None:
+    """Results by rank, put together, are those of one rank."""
+
+    def same(parts: Sequence[Tensor], want: Tensor) -> None:
+        for got in [torch.cat(list(parts))] if sp else parts:
+            run.equal(got, want)
+
+    for what, laps in (("column", 1), ("merged", 2)):
+        y, dx, *dw = zip(*(r[what] for r in ranks), strict=True)
+        run.equal(_joined(y, laps, 1), whole[what][0])
+        same(dx, whole[what][1])
+        run.equal([_joined(d, laps, 0) for d in dw], whole[what][2:])
+    y, dx, *dw = zip(*(r["row"] for r in ranks), strict=True)
+    same(y, whole["row"][0])
+    run.equal(torch.cat(dx, 1), whole["row"][1])
+    run.equal([torch.cat(d, 1) for d in dw], whole["row"][2:])
+    same([r["gathered"][0] for r in ranks], whole["row"][0])
+
+
+def _joined(parts: Sequence[Tensor], laps: int, dim: int) -> Tensor:
+    """Shards of `laps` parts, as one rank holds them."""
+    pieces = [p.chunk(laps, dim) for p in parts]
+    return torch.cat([piece[lap] for lap in range(laps) for piece in pieces], dim)
+
+
+@GATE.check("backward")
+def _backward(run: Run) -> None:
+    logits = out_dtype(run)
+    with claimed():
+        for N, K in weights(run):
+            most = min(MOST, HEAD_ROWS if N > NARROW else MOST)
+            x, w = operands(run, most, N, K)
+            dy = many(run, most, N, salt=5, dtype=logits)
+            g = dy.bfloat16()
+            want = chains.reference("input", g, w)
+            for M in run.over("rows", [m for m in run.pick(GRADIENT_ROWS[::4], GRADIENT_ROWS) if m <= most]):
+                run.equal(input_gradient(dy[:M], w), want[:M])
+                dw = chains.reference("weight", g[:M], x[:M])
+                run.equal(weight_gradient(dy[:M], x[:M]), dw)
+                wide = weight_gradient(dy[:M], x[:M], out_dtype=torch.float32)
+                run.equal(wide.bfloat16(), dw)
+            del want, dw, wide
+            few = [t[:64].double() for t in (g, x)]
+            exact = ((few[0] @ w.double())[:, :2048], few[0][:, :2048].t() @ few[1])
+            found = input_gradient(dy[:64], w)[:, :2048], weight_gradient(dy[:64], x[:64])[:2048]
+            for got, true in zip(found, exact, strict=True):
+                run.holds(((got.double() - true).norm() / true.norm() < TOO_FAR).view(1))
+            some = min(PADDED, most)
+            _, dx, dw = gradients(partial(linear, fp32_out=logits == torch.float32), [x[:some], w], dy[:some])
+            run.equal([dx, dw], [input_gradient(dy[:some], w), weight_gradient(dy[:some], x[:some])])
+            long = [torch.cat([t[:some], t.new_zeros(27, t.shape[1])]) for t in (dy, x)]
+            run.equal(weight_gradient(*long), dw)
+            del x, w, dy, g, few, exact, found, dx, dw, long
+        _tiles_of_gradients(run)
+    M, N, K = PLANTED
+    dy, w = many(run, M, K, salt=5), many(run, K, N, salt=2)
+    dx = chains.reference("input", dy, w, None, torch.float32)
+    halves = [
+        chains.reference("input", dy[:, i::2].contiguous(), w[i::2], None, torch.float32) for i in (0, 1)
+    ]
+    run.control("n_in_two_sums", halves[0] + halves[1], dx)
+    run.control(
+        "n_from_the_other_end", chains.reference("input", dy.flip(1), w.flip(0), None, torch.float32), dx
+    )
+    tall, deep = many(run, K, N, salt=5), many(run, K, N, salt=1)
+    dw = chains.reference("weight", tall, deep, None, torch.float32)
+    halves = [chains.reference("weight", tall[i::2], deep[i::2], None, torch.float32) for i in (0, 1)]
+    run.control("tokens_in_two_sums", halves[0] + halves[1], dw)
+    acc = many(run, M, N, salt=9, dtype=torch.float32)
+    went_on = chains.reference("input", dy, w, acc, torch.float32)
+    run.control("accumulator_added_after_the_loop", dx + acc, went_on)
+    run.control("no_gradient", torch.zeros_like(dx), dx)
+
+
+def _tiles_of_gradients(run: Run) -> None:
+    """Every tile in use, in every layout, from zero and going on, against the one of reference; that one against the op's."""
+    N, K = TILED
+    x, w = operands(run, PLANTED[0], N, K)
+    dy = many(run, PLANTED[0], N, salt=5)
+    run.equal(chains.reference("forward", x, w), reference(x, w))
+    held = [*table.UNTUNED.values(), *table._chain_tiles().values()]
+    tiles = sorted({tile for steps in held for _, tile in steps if tile}, key=str)
+    for layout, a, b in (("forward", x, w), ("input", dy, w), ("weight", dy, x)):
+        run.covers(layout=layout)
+        rows, columns, _ = chains.sizes(layout, a, b)  # type: ignore[arg-type]
+        for acc in (None, many(run, rows, columns, salt=9, dtype=torch.float32)):
+            want = chains.reference(layout, a, b, acc, torch.float32)  # type: ignore[arg-type]
+            for tile in tiles:
+                for dtype in (torch.float32, torch.bfloat16):
+                    out = torch.full((rows, columns), float("nan"), dtype=dtype, device=a.device)
+                    chains.launch(layout, a, b, acc, out, tile)  # type: ignore[arg-type]
+                    run.equal(out, want.to(dtype))
 
 
 @GATE.check("degenerate_shapes")
@@ -243,6 +513,7 @@ def _degenerate(run: Run) -> None:
             (x, w.t().contiguous().t()),
         ):
             run.refuses(partial(_op, run, wrong_x, wrong_w))
+    _signs_and_refusals(run, x, w)
     with _shipped():  # the library is asked for, and its switches are not the chain's
         refused = False
         try:
@@ -252,6 +523,28 @@ def _degenerate(run: Run) -> None:
     run.holds(torch.tensor([refused]))
 
 
+def _signs_and_refusals(run: Run, x: Tensor, w: Tensor) -> None:
+    """Zeros of either sign give the same zero in every layout; what has no certified provider is refused."""
+    with claimed():
+        for zero in (0.0, -0.0):
+            none = torch.full_like(x, zero)
+            for down in (w.abs(), -w.abs()):
+                run.equal(_op(run, none, down), reference(none, down, out_dtype(run)))
+            dy = torch.full((16, len(w)), zero, dtype=x.dtype, device=x.device)
+            run.equal(input_gradient(dy, -w.abs()), chains.reference("input", dy, -w.abs()))
+            run.equal(weight_gradient(dy, -x.abs()), chains.reference("weight", dy, -x.abs()))
+        run.holds(torch.tensor([weight_gradient(dy[:0], x[:0]).eq(0).all()]))
+        acc = torch.zeros(16, len(w), device=x.device)
+        for wrong in (
+            partial(chain, x, w, acc.double()),
+            partial(chain, x, w, acc[:15]),
+            partial(input_gradient, dy[:, :-8], w),
+            partial(weight_gradient, dy[:15], x),
+            partial(chain, x[:, 1:], w[:, 1:], acc),
+        ):
+            run.refuses(wrong)
+
+
 @GATE.check("rerun_determinism")
 def _rerun(run: Run) -> None:
     with claimed():
@@ -259,4 +552,9 @@ def _rerun(run: Run) -> None:
             x, w = operands(run, MOST, N, K)
             for M in run.over("rows", (1, 16, MOST)):
                 first = reruns_at_full_size(run, partial(_op, run, x[:M], w))
+            if N < NARROW:
+                dy = many(run, MOST, N, salt=5)
+                reruns_at_full_size(run, partial(input_gradient, dy, w))
+                reruns_at_full_size(run, partial(weight_gradient, dy, x))
+                del dy
             run.control("the_last_bit_of_one_in_seven", touched(first[:64]), first[:64])

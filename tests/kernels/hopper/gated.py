@@ -17,14 +17,14 @@ import emulation  # type: ignore[import-not-found]  # noqa: F401 - the interpret
 import numpy as np
 import torch
 
-from isoexec.kernels.gates import forward
+from isoexec.kernels.gates import degrees, forward, norms, ropes, rows
 from isoexec.kernels.hopper import library
 
 _define = library.define
 
 
-def _on_cpu_too(schema: str, kernel: Any, fake: Any) -> Any:
-    op = _define(schema, kernel, fake)
+def _on_cpu_too(schema: str, kernel: Any, fake: Any, **gradient: Any) -> Any:
+    op = _define(schema, kernel, fake, **gradient)
     library._LIBRARY.impl(schema.partition("(")[0], kernel, "CPU")
     return op
 
@@ -32,22 +32,26 @@ def _on_cpu_too(schema: str, kernel: Any, fake: Any) -> Any:
 library.define = _on_cpu_too
 
 from isoexec.kernels.linear.hopper import cublaslt, kernel, table  # noqa: E402
+from isoexec.kernels.rms_norm.hopper import gradient  # noqa: E402
 
 TILE = kernel.Tile(kind="pointers", rows=16, columns=32, depth=64, warps=4, stages=2)
+MAPS = kernel.Tile(kind="maps", rows=32, columns=128, depth=64, warps=4, stages=2)
+SWAPPED = kernel.Tile(kind="swapped", rows=16, columns=64, depth=32, warps=4, stages=2)
 BLOCK = 32
 WEIGHTS = ((32, 64), (64, 128))
 SMALL: dict[str, dict[str, Any]] = {
-    "rms_norm": {
-        "SHAPES": (("hidden", 1, 96), ("heads", 3, 16)),
-        "ROWS": 5,
-        "SOME": 5,
-        "FREE": [(1, 1), (4, 2)],
-        "PLANTED": (16, 256),
-        "WIDEST": 300,
-        "DTYPES": (torch.bfloat16,),
-    },
-    "silu_mul": {"WIDTHS": (40,), "PLANTED": (16, 512), "ROWS": 9, "SOME": 9},
-    "rope": {"SHAPES": ((8, 16, 1e6),), "PLANTED": 4, "ROWS": 9, "SOME": 9},
+    "rms_norm": {},
+    "rms_norm_centred": {},
+    "rms_norm_gated": {"SHAPES": ((3, 24),), "PLANTED": (16, 256), "SHARED": 32, "DEGREES": (1, 2)},
+    "l2_norm": {"SHAPES": ((3, 24),), "PLANTED": (16, 256)},
+    "silu_mul": {"WIDTHS": (40,), "PLANTED": (16, 512)},
+    "sigmoid_mul": {"SHAPES": ((3, 24),), "PLANTED": (16, 256)},
+    "rope": {"SECTIONED": 5},
+    "rope_interleaved": {},
+    "rope_yarn": {},
+    "embedding": {"TABLES": ((64, 40),)},
+    "bias": {"WIDTHS": (40,)},
+    "grad_norm": {"CUTS": (100, 300), "LARGE": (16, 64), "SCALES": (1e-20, 1e-3, 1e12)},
     # each program costs the interpreter some 50 ms here, whatever it computes
     "logprobs": {
         "VOCABULARIES": (80,),
@@ -56,12 +60,26 @@ SMALL: dict[str, dict[str, Any]] = {
         "SOME": 9,
         "DTYPES": (torch.float32,),
     },
-    "linear": {"ROWS": (1, 2, 16, 17), "MOST": 20, "SOME": 9, "PLANTED": (16, 32, 256), "TILED": (64, 128)},
+    "linear": {
+        "ROWS": (1, 2, 16, 17),
+        "MOST": 20,
+        "SOME": 9,
+        "PLANTED": (16, 32, 256),
+        "TILED": (64, 128),
+        "GRADIENT_ROWS": (1, 3, 7, 17, 20),
+        "PADDED": 5,
+        "SHARED_WEIGHTS": ((64, 128),),
+        "SHARED_ROWS": (1, 4, 6),
+        "WEIGHT_ROWS": 4,
+    },
 }
+PAIRS = {"reduce": "pair_tree", "accumulate": "float32"}
+TABLE = {"table": "float64_to_float32", "length": 8192}
 CONSTANTS: dict[str, dict[str, Any]] = {
-    "rms_norm": {"reduce": "pair_tree", "accumulate": "float32"},
-    "silu_mul": {},
-    "rope": {"table": "float64_to_float32", "length": 8192},
+    **dict.fromkeys(("rms_norm", "rms_norm_centred", "rms_norm_gated", "l2_norm"), PAIRS),
+    **dict.fromkeys(("silu_mul", "sigmoid_mul", "embedding", "bias"), {}),
+    **dict.fromkeys(("rope", "rope_interleaved", "rope_yarn"), TABLE),
+    "grad_norm": {"bits": 62},
     "logprobs": {"block": BLOCK, "vocab_leaves": 2},
     "linear": {"step": 16, "accumulate": "float32", "boundary": "model"},
 }
@@ -77,7 +95,17 @@ def main() -> None:
     torch.set_num_threads(1)
     np.seterr(all="ignore")  # infinities and NaN are among the inputs
     replace(forward, QUICK=(1, 3, 9))
-    replace(table, tiles=lambda: dict.fromkeys(WEIGHTS, ((1, TILE), (8192, TILE))))
+    replace(rows, ROWS=5, SOME=5, FEW=4)
+    replace(norms, SHAPES=(("hidden", 1, 96), ("heads", 3, 16)), FREE=((1, 1, 1, 1), (4, 2, 2, 2)))
+    replace(norms, PLANTED=(16, 256), SHARED=32, DEGREES=(1, 2), DTYPES=(torch.bfloat16,))
+    replace(ropes, PLANTED=4, FREE=((1, 1, 1), (2, 4, 2)))
+    replace(gradient, WIDEST=300)
+    replace(
+        table,
+        tiles=lambda: dict.fromkeys(WEIGHTS, ((1, TILE), (8192, TILE))),
+        UNTUNED=dict.fromkeys(table.PRODUCTS, ((2, SWAPPED), (table.ANY, MAPS))),
+    )
+    replace(degrees, most_ranks=lambda _: 1)  # ranks would not share this interpreter
     state = [cublaslt.SHIPPED]
     replace(
         cublaslt,
