@@ -45,7 +45,8 @@ def test_every_check_holds_in_the_interpreter(op: str) -> None:
     )
     assert run.returncode == 0, run.stderr[-2000:]
     found: dict[str, list[str]] = json.loads(run.stdout)
-    assert sorted(found) == [f"{op} {family}" for family in FAMILIES]
+    families = sorted(gate_for(FUNCTIONS[op], "sm90").families)
+    assert sorted(found) == [f"{op} {family}" for family in families]
     for name, lines in found.items():
         assert len(lines) == 1, (name, lines)
         assert int(lines[0].removesuffix(" elements")) > 5, (name, lines)
@@ -57,7 +58,8 @@ def test_every_own_function_of_the_arch_has_a_gate() -> None:
         FUNCTIONS.values(), True
     )
     for function in FUNCTIONS.values():
-        assert sorted(gate_for(function, "sm90").families) == list(FAMILIES)
+        assert set(gate_for(function, "sm90").families) >= set(FAMILIES)
+    assert "backward" in gate_for("linear.mma_chain/1", "sm90").families
 
 
 @pytest.mark.parametrize("function", FUNCTIONS.values())
@@ -76,7 +78,7 @@ def test_a_record_made_on_a_gpu_is_of_the_sources_that_lie_here(function: str) -
     assert sets
     for constants in sets:
         registry.check_constants(function, constants)
-        for family in FAMILIES:
+        for family in gate_for(function, "sm90").families:
             check = newest.check(family, constants)
             assert check is not None, (family, constants)
             assert check.failures() == []
