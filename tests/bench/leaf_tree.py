@@ -124,7 +124,7 @@ def whole_kernel(
 
 
 def leaf_tree(x: Tensor, w: Tensor, *, programs: int = 132) -> Tensor:
-    """`x [M, K] @ w [N, K]^T` in bf16, K a multiple of 512, by eight leaves; `programs` is the GPU's number of multiprocessors."""
+    """`x [M, K] @ w [N, K]^T` in bf16, K a multiple of 512, by eight leaves; `programs` as the GPU has multiprocessors."""
     M, K = x.shape
     N, leaf = len(w), K // LEAVES
     assert K % (LEAVES * 64) == 0, "leaves of whole loads"
