@@ -79,7 +79,8 @@ def total_kernel(
     at = trees + col
     for first in tl.range(0, count, AHEAD):
         for i in tl.static_range(AHEAD):
-            total += tl.load(at, mask=(first + i < count) & (col < width), other=0.0)
+            tree = tl.zeros((COLUMNS,), tl.int32) + (first + i)
+            total += tl.load(at, mask=(tree < count) & (col < width), other=0.0)
             at += width
     tl.store(out + col, total.to(out.dtype.element_ty), mask=col < width)
 

@@ -13,7 +13,7 @@ from isoexec.kernels.rms_norm.hopper.naive import dgamma, input_gradient, invers
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["add_dx", "add_rms_norm", "dgamma", "dx", "rms_norm"]
+__all__ = ["add_dx", "add_rms_norm", "dgamma", "dx", "inverse_root", "residual_add", "rms_norm"]
 
 
 def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:

@@ -3,100 +3,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from isoexec.kernels.gates import Gate, Run
-from isoexec.kernels.gates.forward import cases, every_batch, many, reruns_at_full_size, touched
+from isoexec.kernels.gates import Gate, Run, rows
+from isoexec.kernels.gates.forward import many
 from isoexec.kernels.gates.inputs import DTYPES, odd_values
+from isoexec.kernels.gates.recipes import gradients
+from isoexec.kernels.gates.rows import Rows
 from isoexec.kernels.silu_mul.hopper import naive
-from isoexec.kernels.silu_mul.hopper.kernel import launch
-from isoexec.kernels.silu_mul.hopper.ops import silu_mul
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from isoexec.kernels.silu_mul.hopper.kernel import launch, launch_gradient
+from isoexec.kernels.silu_mul.hopper.ops import silu_mul, silu_mul_halves
 
 GATE = Gate("silu_mul.poly/1", "sm90")
-ROWS = 8192
-SOME = 777
 PLANTED = (256, 2048)  # rows and twice the width where another exp shows
 WIDTHS = (512, 3072, 12288)  # Qwen3.5-35B-A3B's experts, Qwen3-0.6B, Qwen3-8B
+FREE = ((1, 128, 1), (1, 2048, 8), (4, 512, 4))  # rows, block, warps
 
-Call = Callable[[slice], "Tensor"]
+
+def _formula(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
 
 
-def _over(run: Run, rows: int) -> Iterator[tuple[Call, Tensor, Tensor]]:
-    """The op by rows, and the two halves of one projection that it reads."""
+def _written(gate: Tensor, up: Tensor, **free: int | bool) -> Tensor:
+    out = torch.full(gate.shape, float("nan"), dtype=gate.dtype, device=gate.device)
+    launch(gate, up, out, **free)  # type: ignore[arg-type]
+    return out
+
+
+def _over(run: Run, count: int) -> Iterator[Rows]:
     for dtype in run.over("dtype", DTYPES):
         for width in run.over("width", WIDTHS):
-            both = many(run, rows, 2 * width, salt=1, dtype=dtype, scale=30.0)
+            both = many(run, count, 2 * width, salt=1, dtype=dtype, scale=30.0)
             gate, up = both.chunk(2, -1)
-            yield _rows(gate, up), gate, up
+            free = [
+                partial(_written, gate, up, rows_per_program=per, block=block, num_warps=warps)
+                for per, block, warps in FREE
+            ]
+            yield Rows(
+                op=silu_mul,
+                spec=naive.silu_mul,
+                by_row=(gate, up),
+                free=free,
+                spec_gradients=naive.silu_mul_backward,
+                exact=_formula,
+            )
+            run.covers(projection=True)
+            yield Rows(
+                op=silu_mul_halves,
+                spec=lambda both: naive.silu_mul(*both.chunk(2, -1)),
+                by_row=(both,),
+                spec_gradients=lambda g, both: [torch.cat(naive.silu_mul_backward(g, *both.chunk(2, -1)), -1)],
+                exact=lambda both: _formula(*both.chunk(2, -1)),
+            )
 
 
-def _rows(gate: Tensor, up: Tensor) -> Call:
-    return lambda cut: silu_mul(gate[cut], up[cut])
-
-
-def _other_exp(run: Run) -> None:
+def _planted(run: Run) -> None:
     x = many(run, *PLANTED, salt=3, dtype=torch.float32, scale=8.0)
     gate, up = x.chunk(2, -1)
-    out = torch.full(gate.shape, float("nan"), device=run.device)
-    launch(gate, up, out, hardware_exp=True)
-    run.control("hardware_exp", out, naive.silu_mul(gate, up))
+    run.control("hardware_exp", _written(gate, up, hardware_exp=True), naive.silu_mul(gate, up))
 
 
-@GATE.check("conformance")
-def _conformance(run: Run) -> None:
-    rows = run.pick(min(256, ROWS), ROWS)
-    for call, gate, up in _over(run, rows):
-        whole = call(slice(0, rows))
-        run.equal(whole, naive.silu_mul(gate, up))
-        run.equal(whole[:64].cpu(), naive.silu_mul(gate[:64].cpu(), up[:64].cpu()))
-        for block in (128, 512, 2048):
-            for warps in (1, 4, 8):
-                out = torch.full(gate.shape, float("nan"), dtype=gate.dtype, device=run.device)
-                launch(gate, up, out, block=block, num_warps=warps)
-                run.equal(out, whole)
-    _other_exp(run)
-
-
-@GATE.check("batch_invariance")
-def _batch_invariance(run: Run) -> None:
-    rows = run.pick(min(256, ROWS), ROWS)
-    for call, _, _ in _over(run, rows):
-        every_batch(run, call, call(slice(0, rows)))
-    _other_exp(run)
-
-
-@GATE.check("case_parity")
-def _case_parity(run: Run) -> None:
-    for call, _, _ in _over(run, SOME):
-        cases(run, call, SOME)
-    _other_exp(run)
+rows.hang(GATE, _over, _planted)
 
 
 @GATE.check("partition_invariance")
 def _partition(run: Run) -> None:
     """Columns of gate and up on several ranks: nothing is exchanged."""
-    for call, gate, up in _over(run, SOME):
-        whole = call(slice(0, SOME))
-        for shards in run.over("TP", (1, 2, 4, 8)):
-            parts = zip(gate.chunk(shards, 1), up.chunk(shards, 1), strict=True)
-            run.equal(torch.cat([silu_mul(g, u) for g, u in parts], 1), whole)
-        run.control("the_next_column", silu_mul(gate.roll(1, 1), up), whole)
+    for dtype in run.over("dtype", DTYPES):
+        for width in run.over("width", WIDTHS):
+            gate, up, g = (many(run, rows.SOME, width, salt=s, dtype=dtype, scale=9.0) for s in (1, 2, 3))
+            whole = gradients(silu_mul, [gate, up], g)
+            for shards in run.over("TP", (1, 2, 4, 8)):
+                parts = zip(*(t.chunk(shards, 1) for t in (gate, up, g)), strict=True)
+                found = zip(*(gradients(silu_mul, [a, b], c) for a, b, c in parts), strict=True)
+                run.equal([torch.cat(one, 1) for one in found], whole)
+            run.control("the_next_column", silu_mul(gate.roll(1, 1), up), whole[0])
 
 
 @GATE.check("degenerate_shapes")
 def _degenerate(run: Run) -> None:
     for dtype in run.over("dtype", DTYPES):
         for width in run.over("width", (1, 3, 100, 1025)):
-            for rows in run.over("rows", (0, 1, 5)):
-                gate, up = (many(run, rows, width, salt=salt, dtype=dtype) for salt in (1, 2))
-                run.equal(silu_mul(gate, up), naive.silu_mul(gate, up))
+            for count in run.over("rows", (0, 1, 5)):
+                gate, up = (many(run, count, width, salt=salt, dtype=dtype) for salt in (1, 2))
+                found = gradients(silu_mul, [gate, up], up)
+                run.equal(found[0], naive.silu_mul(gate, up))
+                run.equal(found[1:], list(naive.silu_mul_backward(up, gate, up)))
         values = odd_values(dtype).to(run.device)
         gate, up = (
             values[:, None].expand(-1, len(values)).contiguous(),
@@ -105,14 +102,11 @@ def _degenerate(run: Run) -> None:
         got = silu_mul(gate, up)
         run.equal(got, naive.silu_mul(gate, up), any_nan=True)
         run.control("arguments_swapped", silu_mul(up, gate), got)
+        back = [torch.full_like(gate, float("nan")) for _ in range(2)]
+        launch_gradient(gate.flip(0), gate, up, *back)
+        run.equal(back, list(naive.silu_mul_backward(gate.flip(0), gate, up)), any_nan=True)
         run.refuses(partial(silu_mul, gate, up[:, :3]))
         run.refuses(partial(silu_mul, gate.half(), up.half()))
         run.refuses(partial(silu_mul, gate.double(), up.double()))
         run.refuses(partial(silu_mul, gate.t(), up.t()))
-
-
-@GATE.check("rerun_determinism")
-def _rerun(run: Run) -> None:
-    for call, _, _ in _over(run, ROWS):
-        first = reruns_at_full_size(run, partial(call, slice(0, ROWS)))
-        run.control("the_last_bit_of_one_in_seven", touched(first), first)
+        run.refuses(partial(silu_mul_halves, gate[:, :3]))
