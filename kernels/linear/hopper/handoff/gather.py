@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules in which operands travel and every rank walks the whole K: the same chain, by the library or the few-row kernel.
+
+`by_rows` sends weights to all and each row to the rank that computes it: (M + ranks N) K / ranks^2 elements of bf16 a peer, and
+no result in the form by rows. The hand-off sends M N of fp32. `by_columns` needs a weight that is sharded by N.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from isoexec.kernels.domain import require
+from isoexec.kernels.linear.hopper import cublaslt
+from isoexec.kernels.linear.hopper.handoff.moves import collect, mark, move, spread
+from isoexec.kernels.linear.hopper.kernel import Tile
+from isoexec.kernels.linear.hopper.kernel import launch as walk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from isoexec.kernels.linear.hopper.handoff.buffers import Room
+    from isoexec.kernels.linear.hopper.handoff.moves import Mover
+
+__all__ = ["by_columns", "by_rows", "bytes_by_rows"]
+
+_SIDES: dict[tuple[str, int], Any] = {}
+
+
+def _side(room: Room, which: int) -> Any:
+    """A stream of the room beside the caller's; copies run there while products run here."""
+    if room.state.device.type != "cuda":
+        return None
+    return _SIDES.setdefault((room.name, which), torch.cuda.Stream(room.state.device))
+
+
+@contextlib.contextmanager
+def _on(stream: Any) -> Iterator[int]:
+    """Run on a side stream, after what the caller's stream has now; yields its handle."""
+    if stream is None:
+        yield 0
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield stream.cuda_stream
+
+
+def _join(stream: Any) -> None:
+    if stream is not None:
+        torch.cuda.current_stream().wait_stream(stream)
+
+
+def product(x: Tensor, w: Tensor, out: Tensor, *, turned: bool, tile: Tile | None = None) -> None:
+    """Write `x [M, K] @ w [N, K]^T` (`w [K, N]` where turned) to `out`: the few-row chain with a tile, else cuBLASLt."""
+    if tile is not None:
+        require(not turned, "handoff", "a turned weight with the few-row chain", "the library")
+        walk(x, w, out, tile)
+        return
+    cublaslt.check()
+    other = w if turned else w.t()
+    if out.dtype == torch.float32:
+        torch.mm(x, other, out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(x, other, out=out)
+
+
+def bytes_by_rows(per: int, N: int, K: int) -> int:
+    """Inbox that `by_rows` needs for `per` rows a rank: a whole weight and the rows over the whole K."""
+    return 2 * K * (N + per)
+
+
+def by_rows(
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    room: Room,
+    *,
+    each: bool,
+    laps: int,
+    turned: bool,
+    blocks: int,
+    mover: Mover,
+) -> None:
+    """`out` = the product over every rank's K, this rank computing rows [rank * per, (rank + 1) * per) in `blocks`.
+
+    `x [M, k]` and `w [N, k]` (`[k, N]` where turned) hold this rank's k = K / ranks in `laps` parts; parts of a lap are in rank
+    order, laps in order. `out` is [M, N] where `each` rank gets all, else [M / ranks, N].
+    """
+    M, k = x.shape
+    N = out.shape[1]
+    R, rank = room.ranks, room.rank
+    per = -(-M // R)
+    part = k // laps
+    room.require_inbox(bytes_by_rows(per, N, R * k))
+    if each:
+        room.require_results(out)
+    inboxes = [room.inbox(peer, torch.bfloat16) for peer in range(R)]
+    shape = (R * k, N) if turned else (N, R * k)
+    weights = [box[: N * R * k].view(shape) for box in inboxes]
+    gathered = [box[N * R * k :][: per * R * k].view(per, R * k) for box in inboxes]
+    bounds = [(owner * per, min((owner + 1) * per, M)) for owner in range(R)]
+    per_block = -(-per // blocks)
+    places = [((lap * R + rank) * part, lap * part) for lap in range(laps)]  # in the whole K, in this rank's
+
+    def send_weights(peer: int, stream: int) -> None:
+        for there, here in places:
+            if turned:
+                move(weights[peer][there : there + part], w[here : here + part], mover, stream)
+            else:
+                move(weights[peer][:, there : there + part], w[:, here : here + part], mover, stream)
+
+    def send_rows(peer: int, block: int, stream: int) -> None:
+        first, end = bounds[peer]
+        a, b = block * per_block, min((block + 1) * per_block, end - first)
+        if a < b:
+            for there, here in places:
+                rows = x[first + a : first + b, here : here + part]
+                move(gathered[peer][a:b, there : there + part], rows, mover, stream)
+
+    arriving, leaving = _side(room, 0), _side(room, 1)
+    mark(room, "open")
+    with _on(arriving) as stream:
+        for turn in range(1, R):
+            send_weights((rank + turn) % R, stream)
+        for block in range(blocks):
+            for turn in range(1, R):
+                send_rows((rank + turn) % R, block, stream)
+            mark(room, "raise_came", block)
+    own = torch.cuda.current_stream().cuda_stream if arriving is not None else 0
+    send_weights(rank, own)
+    first, end = bounds[rank]
+    mine = out[first:end] if each else out
+    for block in range(blocks):
+        send_rows(rank, block, own)
+        a, b = block * per_block, min((block + 1) * per_block, end - first)
+        mark(room, "await", block, gathered[rank][a:b] if a < b else None)
+        if a < b:
+            product(gathered[rank][a:b], weights[rank], mine[a:b], turned=turned)
+        if each:
+            with _on(leaving) as stream:
+                if a < b:
+                    for turn in range(1, R):
+                        area = room.results((rank + turn) % R, out.dtype)[: M * N].view(M, N)
+                        move(area[first + a : first + b], mine[a:b], mover, stream)
+                mark(room, "raise_ready", block)
+    _join(arriving)
+    if each:
+        _join(leaving)
+        area = room.results(rank, out.dtype)[: M * N].view(M, N)
+        collect(room, area, out, per=per, slots=blocks, per_slot=per_block)
+    mark(room, "close")
+
+
+def by_columns(
+    x: Tensor, w_columns: Tensor, out: Tensor, room: Room, *, each: bool, tile: Tile | None
+) -> None:
+    """`out` from `x [M, K / ranks]` and this rank's columns `w_columns [N / ranks, K]`: gather, walk, exchange."""
+    M, k = x.shape
+    n = w_columns.shape[0]
+    room.require_inbox(2 * M * k * room.ranks)
+    room.require_results(out)
+    whole = torch.empty(M, room.ranks * k, dtype=x.dtype, device=x.device)
+    spread(room, x, room.inbox(room.rank, x.dtype), whole, step=0)
+    own = torch.empty(M, n, dtype=out.dtype, device=x.device)
+    product(whole, w_columns, own, turned=False, tile=tile)
+    spread(room, own, room.results(room.rank, out.dtype), out, step=0 if each else len(out))

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What moves operands and results between ranks: copies by the copy engines or by a kernel, and the words that announce them."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import triton
+import triton.language as tl
+
+from isoexec.contracts.errors import IsoExecError
+from isoexec.kernels.linear.hopper.handoff import protocol
+from isoexec.kernels.linear.hopper.handoff.protocol import finish, is_alive, reach, tell, words_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from isoexec.kernels.linear.hopper.handoff.buffers import Room
+
+__all__ = ["CopyError", "Mark", "Mover", "collect", "mark", "move", "spread"]
+
+Mover = Literal["engine", "kernel"]
+Mark = Literal["open", "raise_came", "raise_ready", "await", "close"]
+
+_CAME, _READY, _LAUNCH = protocol.CAME, protocol.READY, protocol.LAUNCH
+_INPUTS, _RESULT, _ROOM = protocol.INPUTS, protocol.RESULT, protocol.ROOM
+_COPIERS = 16  # programs of a copy kernel: enough for NVLink, few beside a product
+_SLICE = 16  # rows a program of `spread` takes
+_NAN_ROWS = 128
+_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED
+
+
+class CopyError(IsoExecError):
+    """The driver refused a copy: `status` is its CUresult."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        super().__init__(status)
+
+    def __str__(self) -> str:
+        return (
+            f"cuMemcpy2DAsync between peers returned CUresult {self.status}; choose mover 'kernel' for this schedule in "
+            "handoff/table.json, and look at nvidia-smi topo -m for peers without NVLink"
+        )
+
+
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D of the driver's cuda.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("src_x", "src_y")),
+        ("src_kind", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("src_host", "src_device", "src_array")),
+        ("src_pitch", ctypes.c_size_t),
+        *((name, ctypes.c_size_t) for name in ("dst_x", "dst_y")),
+        ("dst_kind", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("dst_host", "dst_device", "dst_array")),
+        *((name, ctypes.c_size_t) for name in ("dst_pitch", "width", "height")),
+    ]
+
+
+@cache
+def _driver_copy() -> Any:
+    function = ctypes.CDLL("libcuda.so.1").cuMemcpy2DAsync_v2
+    function.argtypes = [ctypes.POINTER(_Copy2D), ctypes.c_void_p]
+    return function
+
+
+@triton.jit(do_not_specialize=["rows"])
+def move_kernel(
+    src: tl.tensor,
+    dst: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    src_pitch: tl.tensor,
+    dst_pitch: tl.tensor,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    across = tl.cdiv(width, WIDTH)
+    for t in range(tl.program_id(0), tl.cdiv(rows, HEIGHT) * across, tl.num_programs(0)):
+        row = ((t // across) * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)[:, None]
+        col = (t % across) * WIDTH + tl.arange(0, WIDTH)[None, :]
+        real = (row < rows) & (col < width)
+        tl.store(dst + row * dst_pitch + col, tl.load(src + row * src_pitch + col, mask=real), mask=real)
+
+
+def move(dst: Tensor, src: Tensor, mover: Mover, stream: int) -> None:
+    """Copy `src [rows, width]` to a `dst` of the same shape, rows at any distance, on the stream whose handle is given."""
+    assert dst.shape == src.shape, (dst.shape, src.shape)
+    assert dst.stride(1) == src.stride(1) == 1, "rows of both are contiguous"
+    rows, width = src.shape
+    if not src.numel():
+        return
+    if src.device.type == "cpu" or mover == "kernel":
+        cut = {"HEIGHT": 4, "WIDTH": 1024, "num_warps": 8}
+        move_kernel[(_COPIERS,)](src, dst, rows, width, src.stride(0), dst.stride(0), **cut)
+        return
+    size = src.element_size()
+    copy = _Copy2D(
+        src_kind=_UNIFIED,
+        src_device=src.data_ptr(),
+        src_pitch=src.stride(0) * size,
+        dst_kind=_UNIFIED,
+        dst_device=dst.data_ptr(),
+        dst_pitch=dst.stride(0) * size,
+        width=width * size,
+        height=rows,
+    )
+    if status := _driver_copy()(ctypes.byref(copy), stream):
+        raise CopyError(int(status))
+
+
+@triton.jit(do_not_specialize=["slot", "rows"])
+def mark_kernel(
+    target: tl.tensor,
+    bases: tl.tensor,
+    state: tl.tensor,
+    mirror: tl.tensor,
+    patience: tl.tensor,
+    slot: tl.tensor,
+    rows: tl.tensor,
+    pitch: tl.tensor,
+    MARK: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    TIMED: tl.constexpr,
+) -> None:
+    last = tl.load(state + _LAUNCH).to(tl.int32)
+    alive = is_alive(state)
+    words = words_of(bases, RANK)
+    if MARK == "open":
+        for peer in tl.static_range(RANKS):
+            if peer != RANK:
+                alive = reach(words + peer, last, alive, _ROOM, peer, state, mirror, patience, TIMED)
+    elif MARK == "await":
+        for peer in tl.static_range(RANKS):
+            if peer != RANK:
+                word = words + _CAME + slot * RANKS + peer
+                alive = reach(word, last + 1, alive, _INPUTS, peer, state, mirror, patience, TIMED)
+        if alive == 0:
+            # one NaN a row: the product of a row that never came is NaN
+            for start in range(0, rows, HEIGHT):
+                row = (start + tl.arange(0, HEIGHT)).to(tl.int64)
+                tl.store(target + row * pitch, float("nan"), mask=row < rows)
+    elif MARK == "close":
+        finish(last, 1, 1, bases, state, RANK, RANKS)
+    elif alive != 0:
+        for peer in tl.static_range(RANKS):
+            if peer != RANK:
+                word = words_of(bases, peer) + slot * RANKS + RANK
+                tell(word + (_CAME if MARK == "raise_came" else _READY), last + 1)
+
+
+def mark(room: Room, what: Mark, slot: int = 0, target: Tensor | None = None) -> None:
+    """Open or close a launch, announce a block (`slot`) to every peer, or wait for it from all; `target` turns NaN if in vain."""
+    at = room.state if target is None else target
+    mark_kernel[(1,)](
+        at,
+        room.bases,
+        room.state,
+        room.mirror,
+        room.patience,
+        slot,
+        0 if target is None else len(target),
+        0 if target is None else target.stride(0),
+        MARK=what,
+        RANK=room.rank,
+        RANKS=room.ranks,
+        HEIGHT=_NAN_ROWS,
+        TIMED=room.bases.device.type == "cuda",
+        num_warps=1,
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "slots", "per_slot"])
+def collect_kernel(
+    area: tl.tensor,
+    out: tl.tensor,
+    bases: tl.tensor,
+    state: tl.tensor,
+    mirror: tl.tensor,
+    patience: tl.tensor,
+    rows: tl.tensor,
+    per: tl.tensor,
+    slots: tl.tensor,
+    per_slot: tl.tensor,
+    N: tl.tensor,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TIMED: tl.constexpr,
+) -> None:
+    """Program (c, r) copies its rows of the area to `out` once their owner has announced them."""
+    in_slot = tl.cdiv(per_slot, HEIGHT)
+    block = tl.program_id(1) // in_slot
+    owner = block // slots
+    slot = block % slots
+    first = owner * per + slot * per_slot + (tl.program_id(1) % in_slot) * HEIGHT
+    last = tl.load(state + _LAUNCH).to(tl.int32)
+    if owner != RANK:
+        alive = is_alive(state)
+        for peer in tl.static_range(RANKS):
+            if peer == owner:
+                word = words_of(bases, RANK) + _READY + slot * RANKS + peer
+                alive = reach(word, last + 1, alive, _RESULT, peer, state, mirror, patience, TIMED)
+        row = (first + tl.arange(0, HEIGHT)).to(tl.int64)[:, None]
+        end = tl.minimum(tl.minimum(owner * per + (slot + 1) * per_slot, (owner + 1) * per), rows)
+        for start in range(tl.program_id(0) * WIDTH, N, tl.num_programs(0) * WIDTH):
+            col = start + tl.arange(0, WIDTH)[None, :]
+            real = (row < end) & (col < N)
+            value = tl.load(area + row * N + col, mask=real, other=0.0)
+            value = tl.where(alive != 0, value, float("nan"))
+            tl.store(out + row * N + col, value.to(out.dtype.element_ty), mask=real)
+
+
+def collect(room: Room, area: Tensor, out: Tensor, *, per: int, slots: int, per_slot: int) -> None:
+    """Copy other owners' rows of `area [rows, N]` to `out`; owner o has rows from `o * per`, in `slots` blocks of `per_slot`."""
+    rows, N = out.shape
+    height = 8
+    collect_kernel[(1, room.ranks * slots * -(-per_slot // height))](
+        area,
+        out,
+        room.bases,
+        room.state,
+        room.mirror,
+        room.patience,
+        rows,
+        per,
+        slots,
+        per_slot,
+        N,
+        RANK=room.rank,
+        RANKS=room.ranks,
+        HEIGHT=height,
+        WIDTH=1024,
+        TIMED=out.device.type == "cuda",
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "step"])
+def spread_kernel(
+    src: tl.tensor,
+    area: tl.tensor,
+    out: tl.tensor,
+    bases: tl.tensor,
+    state: tl.tensor,
+    mirror: tl.tensor,
+    patience: tl.tensor,
+    rows: tl.tensor,
+    step: tl.tensor,
+    width: tl.tensor,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TIMED: tl.constexpr,
+) -> None:
+    """Program p sends a slice of rows to every rank's area, waits for that slice from all, and copies it to `out`."""
+    last = tl.load(state + _LAUNCH).to(tl.int32)
+    alive = is_alive(state)
+    words = words_of(bases, RANK)
+    pid = tl.program_id(0)
+    row = (pid * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)[:, None]
+    pitch = width * RANKS
+    BYTES: tl.constexpr = src.dtype.element_ty.primitive_bitwidth // 8
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            alive = reach(words + peer, last, alive, _ROOM, peer, state, mirror, patience, TIMED)
+    for turn in tl.static_range(RANKS):
+        peer = (RANK + 1 + turn) % RANKS
+        apart = tl.multiple_of((tl.load(bases + peer) - tl.load(bases + RANK)) // BYTES, 16)
+        for start in range(0, width, WIDTH):
+            col = start + tl.arange(0, WIDTH)[None, :]
+            real = (row < rows) & (col < width)
+            value = tl.load(src + (row + peer * step) * width + col, mask=real)
+            tl.store(area + apart + row * pitch + RANK * width + col, value, mask=real)
+        if peer != RANK and alive != 0:
+            tell(words_of(bases, peer) + _CAME + pid * RANKS + RANK, last + 1)
+    tl.debug_barrier()  # this program reads its own share below
+    for turn in tl.static_range(RANKS):
+        peer = (RANK + 1 + turn) % RANKS
+        if peer != RANK:
+            word = words + _CAME + pid * RANKS + peer
+            alive = reach(word, last + 1, alive, _INPUTS, peer, state, mirror, patience, TIMED)
+    for start in range(0, pitch, WIDTH):
+        col = start + tl.arange(0, WIDTH)[None, :]
+        real = (row < rows) & (col < pitch)
+        value = tl.load(area + row * pitch + col, mask=real, other=0.0)
+        value = tl.where(alive != 0, value, float("nan"))
+        tl.store(out + row * pitch + col, value.to(out.dtype.element_ty), mask=real)
+    finish(last, 1, tl.num_programs(0), bases, state, RANK, RANKS)
+
+
+def spread(room: Room, src: Tensor, area: Tensor, out: Tensor, *, step: int) -> None:
+    """`out [rows, ranks * width]`: every rank's columns side by side, one launch, from `src [., width]` on each.
+
+    Rank q gets rows from `q * step` of every rank's `src`: 0 gathers, `rows` exchanges. Needs room in `area` for `out`.
+    """
+    rows, width = len(out), src.shape[1]
+    assert out.shape[1] == room.ranks * width, (out.shape, width)
+    spread_kernel[(-(-rows // _SLICE),)](
+        src,
+        area,
+        out,
+        room.bases,
+        room.state,
+        room.mirror,
+        room.patience,
+        rows,
+        step,
+        width,
+        RANK=room.rank,
+        RANKS=room.ranks,
+        HEIGHT=_SLICE,
+        WIDTH=512,
+        TIMED=src.device.type == "cuda",
+        num_warps=4,
+    )
