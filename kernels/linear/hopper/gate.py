@@ -310,7 +310,9 @@ def shared(
         if group is not None:
             by_outputs = plain.outputs_shard(w_part, group)
             done["gathered"] = [
-                plain.gather_k(part, by_outputs, group, "rows" if sp else "all", torch.bfloat16)
+                transport.prepare(group, x.device).module.gathered_product(
+                    part, by_outputs, group, "rows" if sp else "all", torch.bfloat16
+                )
             ]
             transport.finish(group)
     return {what: [t.cpu() for t in some[: 3 if rows == WEIGHT_ROWS else 2]] for what, some in done.items()}
@@ -344,10 +346,12 @@ def faults(rank: int, size: int, group: ProcessGroup | None, name: str, device: 
             "hand_over_missing": alone,
             "rank_sums_added": summed,
             "ranks_in_another_order": moved.row_product(*part(size - 1 - rank), group, "all", wide),
-            "right_gradient": moved.column_gradient(dy[:, own].contiguous(), w[own], group, 2, "all", wide),
-            "one_lap_for_two_parts": moved.column_gradient(
-                dy[:, own].contiguous(), w[own], group, 1, "all", wide
-            ),
+            **{
+                what: moved.column_gradient(
+                    dy[:, own].contiguous(), w[own], group, laps, "all", torch.bfloat16
+                )
+                for what, laps in (("right_gradient", 2), ("one_lap_for_two_parts", 1))
+            },
         }
         transport.finish(group)
     return {what: t.cpu() for what, t in found.items()}
@@ -387,7 +391,7 @@ def _real_ranks(run: Run) -> None:
                     dy = many(run, len(x), len(w), salt=5)
                     with claimed():
                         right = chain(x, w).cpu()
-                        gradient = input_gradient(dy, w, out_dtype=torch.float32).cpu()
+                        gradient = input_gradient(dy, w).cpu()
                     run.equal([wrong.pop("right"), wrong.pop("right_gradient")], [right, gradient])
                     run.control("one_lap_for_two_parts", wrong.pop("one_lap_for_two_parts"), gradient)
                     for fault, got in wrong.items():

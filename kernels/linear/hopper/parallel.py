@@ -11,7 +11,7 @@ import torch.distributed as dist
 from isoexec.kernels.domain import require
 from isoexec.kernels.groups import name_of, resolve, size_of
 from isoexec.kernels.hopper.library import define
-from isoexec.kernels.linear.hopper import plain, products, transport
+from isoexec.kernels.linear.hopper import products, transport
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -164,7 +164,7 @@ def _row(x: Tensor, w: Tensor, by_outputs: Tensor | None, group: str, sp: bool) 
             and len(flat) <= transport.schedule_for(chosen.name, live.size(), len(flat)).gather_rows
         )
         if gathers and by_outputs is not None:
-            y = plain.gather_k(flat, by_outputs, live, _form(sp), BF16)
+            y = chosen.module.gathered_product(flat, by_outputs, live, _form(sp), BF16)
         else:
             y = chosen.module.row_product(flat, w, live, _form(sp), BF16)
     return y.view(rows, *x.shape[1:-1], len(w))

@@ -28,7 +28,19 @@ if TYPE_CHECKING:
 
     from isoexec.kernels.linear.hopper.transport import Form
 
-__all__ = ["available", "column_gradient", "gather_k", "hand_off", "outputs_shard", "row_product"]
+__all__ = [
+    "ONE_HOST",
+    "available",
+    "check",
+    "column_gradient",
+    "gathered_product",
+    "hand_off",
+    "open_group",
+    "outputs_shard",
+    "row_product",
+]
+
+ONE_HOST = False
 
 # make(stage, rows, accumulator or None, dtype of the result, where to write it or None)
 Make = Callable[[int, slice, "Tensor | None", torch.dtype, "Tensor | None"], "Tensor"]
@@ -78,6 +90,16 @@ def available(group: ProcessGroup, device: torch.device) -> str:
     """Always: what torch.distributed offers for the device is all it needs."""
     del group, device
     return ""
+
+
+def open_group(group: ProcessGroup, device: torch.device) -> None:
+    """`Transport.open_group`: the agreement on a transport has made the group's communicator."""
+    del group, device
+
+
+def check(group: ProcessGroup) -> None:
+    """`Transport.check`: its waits are tracked."""
+    del group
 
 
 def _blocks(rows: int, size: int, form: Form, count: int) -> list[tuple[int, int]]:
@@ -229,7 +251,10 @@ def column_gradient(
 
 
 def outputs_shard(w: Tensor, group: ProcessGroup) -> Tensor:
-    """`w [N, K / ranks]`, sharded by inputs, as this rank's `[N / ranks, K]` by outputs, for `gather_k`; made once a weight."""
+    """`w [N, K / ranks]`, sharded by inputs, as this rank's `[N / ranks, K]` by outputs, for `gathered_product`.
+
+    Made once a weight, by all ranks together.
+    """
     size, N = group.size(), len(w)
     require(
         N % size == 0, "sm90_linear gather-K", f"{N} outputs over {size} ranks", "equal shares of the outputs"
@@ -239,11 +264,10 @@ def outputs_shard(w: Tensor, group: ProcessGroup) -> Tensor:
     return parts.transpose(0, 1).reshape(N // size, -1)
 
 
-def gather_k(x: Tensor, w_outputs: Tensor, group: ProcessGroup, form: Form, out_dtype: torch.dtype) -> Tensor:
-    """`Transport.row_product` with all of K walked on one rank for its share of the outputs: `x [M, K / ranks]`, `outputs_shard`.
-
-    The chain of each element is the same, so its bits are.
-    """
+def gathered_product(
+    x: Tensor, w_outputs: Tensor, group: ProcessGroup, form: Form, out_dtype: torch.dtype
+) -> Tensor:
+    """`Transport.gathered_product`; the chain of each element is the same, so its bits are."""
     size, (M, share) = group.size(), x.shape
     require(
         form != "rows" or M % size == 0,

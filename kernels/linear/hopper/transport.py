@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """How an accumulator travels from rank to rank, and by which schedule a sharded product is made: free of bits.
 
-A transport is a module with `row_product`, `column_gradient` and `available`, registered by name and imported when it is first
-used. `plain` is torch.distributed and works everywhere; `symmetric` writes into the next rank's memory. Every rank must take the
-same one, so `prepare` lets the ranks of a group agree, once a group, before the first product and outside of CUDA graphs.
+A transport is a module with what `Transport` names, registered by name and imported when it is first used. `plain` is
+torch.distributed and works everywhere; `symmetric` writes into the next rank's memory. Every rank must take the same one, so
+`prepare` lets the ranks of a group agree, once a group, before the first product and outside of CUDA graphs.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import time
+import zlib
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -49,7 +51,7 @@ PATIENCE = 300.0  # seconds that a rank waits for another
 
 # in order of preference
 TRANSPORTS: dict[str, str] = {
-    "symmetric": "isoexec.kernels.linear.hopper.handoff.ops",
+    "symmetric": "isoexec.kernels.linear.hopper.symmetric",
     "plain": "isoexec.kernels.linear.hopper.plain",
 }
 
@@ -57,8 +59,18 @@ TRANSPORTS: dict[str, str] = {
 class Transport(Protocol):
     """What a transport's module offers; tensors are bf16, results are rounded once to `out_dtype`."""
 
+    @property
+    def ONE_HOST(self) -> bool:
+        """Whether the ranks must share a host."""
+
     def available(self, group: ProcessGroup, device: torch.device) -> str:
         """Return "" where this rank can use it, else why not. No communication."""
+
+    def open_group(self, group: ProcessGroup, device: torch.device) -> None:
+        """Make what the group needs, on all ranks at once and outside of CUDA graphs."""
+
+    def check(self, group: ProcessGroup) -> None:
+        """Raise where a product of the group is known to have failed on the GPU; waits for nothing."""
 
     def row_product(
         self, x: Tensor, w: Tensor, group: ProcessGroup, form: Form, out_dtype: torch.dtype
@@ -69,6 +81,11 @@ class Transport(Protocol):
         self, dy: Tensor, w: Tensor, group: ProcessGroup, laps: int, form: Form, out_dtype: torch.dtype
     ) -> Tensor:
         """`dy [M, N / ranks] @ w [N / ranks, K]` by the chain over all ranks' N, part by part: [M, K] or [M / ranks, K]."""
+
+    def gathered_product(
+        self, x: Tensor, w_outputs: Tensor, group: ProcessGroup, form: Form, out_dtype: torch.dtype
+    ) -> Tensor:
+        """`row_product` by all of K on one rank for its share of the outputs: `w_outputs [N / ranks, K]`."""
 
 
 class TransportError(IsoExecError):
@@ -168,10 +185,14 @@ def prepare(group: ProcessGroup, device: torch.device) -> Choice:
     found = [_look(name, group, device) for name in names]
     able = [int(module is not None) for module, _ in found]
     wanted = names.index(_wanted) if _wanted else -1
-    # one vector of minima says what all ranks can do, and whether they want the same
-    votes = torch.tensor([*able, wanted, -wanted], dtype=torch.int64, device=device)
+    host = zlib.crc32(socket.gethostname().encode())
+    # one vector of minima says what all ranks can do, whether they want the same, and whether they share a host
+    votes = torch.tensor([*able, host, -host, wanted, -wanted], dtype=torch.int64, device=device)
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
-    *everywhere, least, most = votes.tolist()
+    *everywhere, low, high, least, most = votes.tolist()
+    for i, (module, _) in enumerate(found):
+        if module is not None and module.ONE_HOST and low != -high:
+            everywhere[i], found[i] = 0, (None, f"{names[i]}: ranks on several hosts")
     if least != -most:
         raise TransportError(
             "one transport on every rank", f"several, {_wanted!r} here", "call transport.use alike"
@@ -185,6 +206,7 @@ def prepare(group: ProcessGroup, device: torch.device) -> Choice:
         )
     module = found[index][0]
     assert module is not None
+    module.open_group(group, device)
     chosen = Choice(name=names[index], reason="" if least >= 0 else "; ".join(reasons[:index]), module=module)
     _choices[key] = chosen
     return chosen
@@ -231,6 +253,8 @@ def track(group: ProcessGroup, step: str) -> None:
 def finish(group: ProcessGroup, *, patience: float | None = None) -> None:
     """Wait on the host until every tracked step of the group has run; raise `LostPeerError` that names the first that has not.
 
+    A transport that notices on the GPU raises its own error.
+
     Call it where a trainer or an engine waits for the GPU anyway, such as at the end of a step.
     """
     limit = PATIENCE if patience is None else patience
@@ -246,3 +270,6 @@ def finish(group: ProcessGroup, *, patience: float | None = None) -> None:
                     said="the GPU still waits for it",
                 )
             time.sleep(1e-4)
+    for key, chosen in _choices.items():
+        if key.startswith(f"{group.group_name} "):
+            chosen.module.check(group)

@@ -96,7 +96,7 @@ def _sharded(rank: int, size: int, group: ProcessGroup) -> Results:
         )
         done["row" + tag] = _with_grads(row, [own(t["h"], 2), own(t["w_out"], 1)], g)
         done["gathered" + tag] = [
-            plain.gather_k(own(t["many"], 1), by_outputs, group, "rows" if sp else "all", dtype)
+            plain.gathered_product(own(t["many"], 1), by_outputs, group, "rows" if sp else "all", dtype)
             for dtype in (BF16, FP32)
         ]
     dy, w = t["dy"][..., parts].reshape(S * B, -1), t["w_in"][parts]
