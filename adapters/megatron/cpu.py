@@ -20,6 +20,7 @@ __all__ = [
     "CudaOnCpu",
     "answer_current_device",
     "answer_rng",
+    "answer_splits",
     "answer_streams",
     "install",
     "installed",
@@ -114,6 +115,21 @@ def answer_rng() -> None:
     _replace(torch.cuda, "_initialized", True)
 
 
+def answer_splits() -> None:
+    """``all_to_all_single`` takes split sizes that are tensors: Megatron's token dispatcher makes numbers of a GPU's alone."""
+    whole = torch.distributed.all_to_all_single
+
+    def numbers(sizes: Any) -> Any:
+        return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+
+    def exchange(
+        output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **more: Any
+    ) -> Any:
+        return whole(output, input, numbers(output_split_sizes), numbers(input_split_sizes), **more)
+
+    _replace(torch.distributed, "all_to_all_single", exchange)
+
+
 def _on_cpu(value: Any) -> Any:
     if isinstance(value, str) and value.split(":")[0] == "cuda":
         return _CPU
@@ -150,7 +166,12 @@ class CudaOnCpu(TorchFunctionMode):
         return func(*args, **options)
 
 
-_SHIMS: tuple[Callable[[], None], ...] = (answer_current_device, answer_streams, answer_rng)
+_SHIMS: tuple[Callable[[], None], ...] = (
+    answer_current_device,
+    answer_streams,
+    answer_rng,
+    answer_splits,
+)
 
 
 def installed() -> bool:

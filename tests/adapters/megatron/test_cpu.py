@@ -53,6 +53,19 @@ def test_megatron_saves_and_restores_the_cpu_generator_as_the_gpus() -> None:
 
 
 @pytest.mark.usefixtures("shims")
+def test_rows_are_exchanged_by_split_sizes_that_are_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu.remove()
+    seen: list[tuple[object, ...]] = []
+    monkeypatch.setattr(
+        torch.distributed, "all_to_all_single", lambda *args, **more: seen.append((*args, more))
+    )
+    cpu.install()
+    here, there = torch.zeros(3), torch.zeros(2)
+    torch.distributed.all_to_all_single(here, there, torch.tensor([1, 2]), [2, 0], group=None)
+    assert seen[0][2:] == ([1, 2], [2, 0], {"group": None})
+
+
+@pytest.mark.usefixtures("shims")
 def test_the_literal_device_cuda_means_the_cpu() -> None:
     assert torch.zeros(1, device="cuda").device.type == "cpu"
     assert torch.zeros(1, device=torch.device("cuda", 0)).device.type == "cpu"
