@@ -93,11 +93,19 @@ def _cpu(op: str, *ops: str, also: tuple[str, ...] = ()) -> Kernel:
 
 def _sm90(op: str, *ops: str, also: tuple[str, ...] = ()) -> Kernel:
     # the package itself imports no triton; its ops do
+    folder = f"{op.replace('.', '/')}/hopper"
     return Kernel(
-        arch="sm90", module=f"isoexec.kernels.{op}.hopper.ops", ops=ops, folder=f"{op}/hopper", also=also
+        arch="sm90", module=f"isoexec.kernels.{op}.hopper.ops", ops=ops, folder=folder, also=also
     )
 
 
+_LOGPROBS = ("token_logprobs", "token_logprobs_and_entropy")
+_HEAD = (
+    "groups.py",
+    *(f"linear/hopper/{name}.py" for name in ("chains", "cublaslt", "kernel", "naive", "products", "table")),
+    "linear/hopper/table.json",
+    *(f"logprobs/hopper/{name}.py" for name in ("arithmetic", "kernel", "naive", "ops")),
+)
 _ROUTER_FILES = ("router/naive.py", "router/ops.py")
 _ROUTER = (("accumulate", "float32"), ("ties", "lowest_expert"), ("normalize", "chosen"))
 
@@ -180,10 +188,16 @@ _ALL = (
         fixed=(("step", STEP), ("accumulate", "float32")),
         free=("boundary",),
     ),
-    Function(  # the chain a row, each row by its expert's weight: a library's alone, no kernel of ours
+    Function(
         id="linear.grouped_mma_chain",
         version=1,
-        kernels=(),
+        kernels=(
+            _sm90(
+                "grouped_linear",
+                *("chain", "grouped_linear", "input_gradient", "row_grouped_linear", "weight_gradient"),
+                also=tuple(f"linear/hopper/{name}.py" for name in ("naive", "plain", "transport")),
+            ),
+        ),
         fixed=(("step", STEP), ("accumulate", "float32")),
     ),
     Function(
@@ -202,25 +216,49 @@ _ALL = (
     Function(
         id="router.softmax_topk",
         version=1,
-        kernels=(_cpu("router", "softmax_topk", also=("hopper/spec.py",)),),
+        kernels=(
+            _cpu("router", "softmax_topk", also=("hopper/spec.py",)),
+            _sm90("router", "softmax_topk", also=_ROUTER_FILES),
+        ),
         fixed=_ROUTER,
     ),
     Function(
         id="router.sigmoid_topk",
         version=1,
-        kernels=(_cpu("router.sigmoid", "sigmoid_topk", also=("hopper/spec.py", *_ROUTER_FILES)),),
+        kernels=(
+            _cpu("router.sigmoid", "sigmoid_topk", also=("hopper/spec.py", *_ROUTER_FILES)),
+            _sm90(
+                "router.sigmoid",
+                "sigmoid_topk",
+                also=(
+                    "router/hopper/kernel.py",
+                    "router/ops.py",
+                    *(f"router/sigmoid/{name}.py" for name in ("naive", "ops")),
+                ),
+            ),
+        ),
         fixed=(*_ROUTER, ("bias", "selection_only"), ("group_score", "sum_of_two_best")),
     ),
     Function(
         id="moe.dispatch",
         version=1,
-        kernels=(_cpu("dispatch", "plan", "dispatch", "by_slot"),),
+        kernels=(
+            _cpu("dispatch", "plan", "dispatch", "by_slot"),
+            _sm90(
+                "dispatch",
+                *("DevicePlan", "plan", "dispatch", "by_slot"),
+                also=("dispatch/naive.py", "combine/hopper/kernel.py", "groups.py"),
+            ),
+        ),
         fixed=(("order", "expert_then_token"),),
     ),
     Function(
         id="moe.combine",
         version=1,
-        kernels=(_cpu("combine", "combine", also=("hopper/spec.py",)),),
+        kernels=(
+            _cpu("combine", "combine", also=("hopper/spec.py",)),
+            _sm90("combine", "combine", "combine_rows", also=("combine/naive.py",)),
+        ),
         fixed=(("order", "routing"), ("accumulate", "float32")),
     ),
     Function(
@@ -281,9 +319,16 @@ _ALL = (
     ),
     Function(
         id="logprobs.blocks",
-        version=1,
-        kernels=(_sm90("logprobs", "merge", "partials", "token_logprobs"),),
+        version=2,
+        kernels=(_sm90("logprobs", *_LOGPROBS, also=("groups.py",)),),
         fixed=(("block", BLOCK),),
+        free=("vocab_leaves",),
+    ),
+    Function(  # linear.mma_chain/1 to fp32 logits, then logprobs.blocks/2: their bits, without the logits
+        id="linear_logprobs.mma_blocks",
+        version=1,
+        kernels=(_sm90("linear_logprobs", *(f"linear_{name.removeprefix('token_')}" for name in _LOGPROBS), also=_HEAD),),
+        fixed=(("step", STEP), ("accumulate", "float32"), ("block", BLOCK)),
         free=("vocab_leaves",),
     ),
     Function(
@@ -327,7 +372,10 @@ def source_digest(function_id: str, arch: str | None = None) -> str:
     found = folder.iterdir() if kernel.arch == "cpu" else folder.rglob("*")
     own = [p for p in found if p.suffix in (".py", ".json")]
     files = {f"own/{p.relative_to(folder).as_posix()}": p for p in own}
-    files |= {f"shared/{p.name}": p for p in shared}
+    names = [p.name for p in shared]
+    files |= {
+        f"shared/{p.name if names.count(p.name) == 1 else p.relative_to(_ROOT).as_posix()}": p for p in shared
+    }
     assert len(files) == len(own) + len(shared), f"{function_id} rests on two files of one name"
     return digest_of(
         {

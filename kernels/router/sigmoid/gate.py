@@ -11,6 +11,7 @@ from torch import Tensor
 from isoexec.kernels.gates import Gate, Run
 from isoexec.kernels.gates.inputs import fill, nudged, odd_values
 from isoexec.kernels.gates.recipes import close, company, gradients, reruns, trainer_forwards
+from isoexec.kernels.hopper.spec import sigmoid
 from isoexec.kernels.router import sigmoid_topk
 from isoexec.kernels.router.naive import best, in_order
 from isoexec.kernels.router.sigmoid import naive
@@ -51,7 +52,7 @@ def _by_hand(logits: Tensor, bias: Tensor, shape: Shape) -> Tensor:
     """Experts by sorts in Python over the same scores."""
     each = shape.width // shape.groups
     out = []
-    for row in (naive.sigmoid(logits) + bias).tolist():
+    for row in (sigmoid(logits) + bias).tolist():
         group = [sorted(row[g * each : (g + 1) * each], reverse=True)[:2] for g in range(shape.groups)]
         total = [float(torch.tensor(two[0]) + torch.tensor(two[1])) for two in group]
         held = sorted(range(shape.groups), key=lambda g: (-total[g], g))[: shape.chosen]
@@ -82,7 +83,7 @@ def _conformance(run: Run) -> None:
     run.control("no_groups", sigmoid_topk(logits, bias, 8)[1], experts)
     run.control("group_by_its_best_alone", _best_alone(logits, bias, shape), experts)
     run.control("bias_not_added", _call(logits, torch.zeros_like(bias), shape)[1], experts)
-    biased = (naive.sigmoid(logits) + bias).gather(1, experts)
+    biased = (sigmoid(logits) + bias).gather(1, experts)
     run.control("bias_in_the_weights", biased / in_order(biased) * shape.scale, weights)
     run.control("not_scaled", weights / shape.scale, weights)
     s = torch.sigmoid(logits).gather(1, experts)
@@ -94,7 +95,7 @@ def _conformance(run: Run) -> None:
 
 
 def _best_alone(logits: Tensor, bias: Tensor, shape: Shape) -> Tensor:
-    scores = (naive.sigmoid(logits) + bias).view(len(logits), shape.groups, -1)
+    scores = (sigmoid(logits) + bias).view(len(logits), shape.groups, -1)
     held = best(scores.max(-1).values, shape.chosen)
     inside = torch.zeros(len(logits), shape.groups, dtype=torch.bool).scatter(1, held, True)
     scores = torch.where(inside.unsqueeze(-1), scores, -torch.inf)

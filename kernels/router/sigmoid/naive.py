@@ -12,19 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from isoexec.kernels.hopper.spec import EXP_HIGH, exp
+from isoexec.kernels.hopper.spec import sigmoid
 from isoexec.kernels.router.naive import best, in_order
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 EPSILON = 1e-20  # beside the sum of sigmoids, as DeepSeek-V3's router has it: of a token that no expert wants, 0 / 0 is 0
-
-
-def sigmoid(logits: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)), fp32."""
-    e = torch.where(-logits > EXP_HIGH, torch.inf, exp(-logits))
-    return torch.where(logits.isnan(), torch.nan, 1.0 / (1.0 + e))
 
 
 def sigmoid_topk(
