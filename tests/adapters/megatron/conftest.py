@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import start_processes
 
-from isoexec.adapters.demo.tiny import make_qwen3
+from isoexec.adapters.demo.tiny import make_qwen3, make_qwen3_moe
 from isoexec.adapters.megatron import cpu
 from isoexec.adapters.megatron.model import build
 from isoexec.contracts.schema import Contract, library
@@ -95,11 +95,27 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def contract() -> Contract:
-    """The shipped contract, pinned to the kernels as they are here."""
-    found = Contract.load(library("qwen3-dense-cpu"))
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 of two layers with 16 experts, of which a token goes to three: two would hide the order of their sum."""
+    return make_qwen3_moe(tmp_path_factory.mktemp("moe"), seed=13, experts=16, chosen=3)
+
+
+def _pinned(name: str) -> Contract:
+    found = Contract.load(library(name))
     pinned = (dataclasses.replace(p, source=registry.source_digest(p.function)) for p in found.providers)
     return dataclasses.replace(found, providers=tuple(pinned))
+
+
+@pytest.fixture(scope="session")
+def contract() -> Contract:
+    """The shipped contract, pinned to the kernels as they are here."""
+    return _pinned("qwen3-dense-cpu")
+
+
+@pytest.fixture(scope="session")
+def moe_contract() -> Contract:
+    """The shipped contract of a Qwen3 with experts, pinned to the kernels as they are here."""
+    return _pinned("qwen3-moe-cpu")
 
 
 @pytest.fixture(scope="session")

@@ -14,22 +14,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from isoexec.adapters.demo.tiny import make_qwen3_moe
 from isoexec.adapters.megatron import moe_exchange
 from isoexec.adapters.megatron.logprobs import model_inputs, output_processor, score
 from isoexec.adapters.megatron.model import build
 from isoexec.adapters.megatron.training import Batch, Trainer, group_advantages
 from isoexec.adapters.megatron.weights import export_hf, weight_partials
 from isoexec.contracts.errors import InstallError
-from isoexec.contracts.schema import Contract, library
-from isoexec.kernels import registry
+from isoexec.contracts.schema import Contract
 from isoexec.kernels.combine import naive as combine_naive
 from isoexec.probes.weights import add_partials, tensor_partial
 
 pytestmark = pytest.mark.megatron
 
 BF16 = torch.bfloat16
-EXPERTS, CHOSEN = 16, 3
+EXPERTS = 16  # of the checkpoint in conftest.py
 LAYOUTS = {
     "TP2+SP EP1 ETP2": {"tp": 2, "sp": True, "ep": 1, "etp": 2},
     "TP2+SP EP2 ETP1": {"tp": 2, "sp": True, "ep": 2, "etp": 1},
@@ -39,16 +37,8 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_qwen3_moe(tmp_path_factory.mktemp("moe"), seed=13, experts=EXPERTS, chosen=CHOSEN)
-
-
-@pytest.fixture(scope="module")
-def own() -> Contract:
-    """The contract of a Qwen3 with experts, pinned to the kernels as they are here."""
-    found = Contract.load(library("qwen3-moe-cpu"))
-    pinned = (dataclasses.replace(p, source=registry.source_digest(p.function)) for p in found.providers)
-    return dataclasses.replace(found, providers=tuple(pinned))
+def own(moe_contract: Contract) -> Contract:
+    return moe_contract
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +64,15 @@ def poison() -> None:
         setattr(owner, name, poisoned(getattr(owner, name)))
 
 
-def trained(model: Any, rows: Tensor, steps: int = 2) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of clipped steps, the model changed by them."""
+def trained(
+    model: Any, rows: Tensor, steps: range = range(2), resume: Path | None = None
+) -> tuple[Trainer, list[tuple[float, float]]]:
+    """The trainer, and (loss, gradient norm) of clipped steps, the model changed by them."""
     trainer = Trainer(model, lr=1e-3, clip_grad=0.5, microbatch=3)
+    if resume is not None:
+        trainer.load_checkpoint(resume)
     found = []
-    for step in range(steps):
+    for step in steps:
         batch = rows[step * 4 : step * 4 + 4, :37]
         mask = torch.zeros_like(batch, dtype=torch.bool)
         mask[:, 8:30] = True
@@ -92,7 +86,7 @@ def trained(model: Any, rows: Tensor, steps: int = 2) -> list[tuple[float, float
             )
         )
         found.append((result.loss, result.grad_norm))
-    return found
+    return trainer, found
 
 
 Run = tuple[Tensor, list[tuple[float, float]], dict[str, Tensor]]
@@ -112,7 +106,7 @@ def runs(launch: Any, moe: Path, own: Contract, rows: Tensor) -> Callable[..., R
                 fault()
             model = build(moe, dtype=dtype, contract=own, sequence_parallel=layout.sp, recompute=recompute)
             scores = score(model, rows, microbatch=4)
-            return scores, trained(model, rows), export_hf(model, masters=True)
+            return scores, trained(model, rows)[1], export_hf(model, masters=True)
 
         ranks = launch(work, layout)
         for scores, steps, _ in ranks[1:]:
@@ -268,6 +262,27 @@ def test_rows_of_an_expert_in_another_order_move_no_score_and_every_expert_s_gra
     assert differing(found[0], scores) == 0
     moved = {n for n in masters if differing(masters[n], found[2][n])}
     assert len([n for n in moved if ".mlp.experts." in n]) > 3 * EXPERTS
+
+
+def test_a_resumed_run_ends_in_the_bits_of_an_uninterrupted_one(
+    launch: Any, runs: Any, one: Any, layout_of: Any, moe: Path, own: Contract, rows: Tensor, tmp_path: Path
+) -> None:
+    layout = layout_of(**LAYOUTS["TP2+SP EP2 ETP1"])
+
+    def first() -> None:
+        model = build(moe, dtype=BF16, contract=own, sequence_parallel=True)
+        trained(model, rows, range(1))[0].save_checkpoint(tmp_path)
+
+    def second() -> Any:
+        model = build(moe, dtype=BF16, contract=own, sequence_parallel=True, load=False)
+        _, steps = trained(model, rows, range(1, 2), resume=tmp_path)
+        return steps, export_hf(model, masters=True)
+
+    launch(first, layout)
+    steps, masters = launch(second, layout)[0]
+    _, reference, whole = runs(one, BF16)
+    assert steps == reference[1:]
+    assert {n for n in whole if differing(masters[n], whole[n])} == set()
 
 
 # -- gradients and weights -------------------------------------------------------------------------------------------
