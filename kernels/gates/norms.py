@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from isoexec.kernels.gates import rows
+from isoexec.kernels.gates.degrees import degrees
 from isoexec.kernels.gates.forward import many
 from isoexec.kernels.gates.inputs import DTYPES, odd_values
 from isoexec.kernels.gates.recipes import gradients
@@ -204,15 +205,15 @@ def _partition(run: Run, ops: ModuleType) -> None:
         x = many(run, SHARED, 8, 128, salt=6, dtype=dtype, scale=3.0)
         grad, w = many(run, SHARED, 8, 128, salt=7, dtype=dtype), many(run, 128, salt=1, dtype=dtype)
         shared_scale(run, partial(ops.rms_norm, eps=EPS), (x,), w, grad)
-    if run.device.type == "cuda" and torch.cuda.device_count() > 1:
+    for size in degrees(run, "processes", (2, 4, 8)):
         whole = run.ranks(1, ranks, ops.__name__)[0]
-        parts = run.ranks(2, ranks, ops.__name__)
-        run.covers(processes=2)
+        parts = run.ranks(size, ranks, ops.__name__)
         for i, dim in ((0, 0), (3, 2)):  # output, gradient of x, of w
             run.equal(torch.cat([part[i] for part in parts], dim), whole[i])
             run.equal(torch.cat([part[i + 1] for part in parts], dim), whole[i + 1])
             run.equal(parts[0][i + 2], whole[i + 2])
-            run.equal(parts[1][i + 2], torch.zeros_like(whole[i + 2]))
+            for part in parts[1:]:
+                run.equal(part[i + 2], torch.zeros_like(whole[i + 2]))
 
 
 def _degenerate(run: Run, ops: ModuleType, naive: ModuleType, widest: Callable[[], int]) -> None:

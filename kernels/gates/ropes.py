@@ -109,7 +109,7 @@ def _subject(rotation: Rotation, x: Tensor, at: Tensor, tables: Tables) -> Rows:
             )
             for tokens, heads, warps in FREE
         ],
-        spec_gradients=lambda g, x, at: [rotation.specified(g, at, tables, reverse=True)],
+        spec_gradients=lambda g, _, at: [rotation.specified(g, at, tables, reverse=True)],
         exact=exact,
     )
 
@@ -144,6 +144,10 @@ def _partition(run: Run, rotation: Rotation) -> None:
             run.control("the_next_position", rotation.op(x, (at + 1) % LENGTH, *tables), whole)
 
 
+def _turned(rotation: Rotation, at: Tensor, tables: Tables, x: Tensor) -> Tensor:
+    return rotation.op(x, at, *tables)
+
+
 def _degenerate(run: Run, rotation: Rotation) -> None:
     for dtype in run.over("dtype", DTYPES):
         for heads, width, turned in ((1, 2, 2), (3, 24, 24), (5, 96, 34), (1, 256, 64)):
@@ -153,7 +157,7 @@ def _degenerate(run: Run, rotation: Rotation) -> None:
                 x, at = many(run, count, heads, width, salt=1, dtype=dtype), ids(count, LENGTH, 3)
                 at = at.to(run.device)
                 run.equal(rotation.op(x, at, *tables), rotation.specified(x, at, tables))
-                back = gradients(lambda x: rotation.op(x, at, *tables), [x], x)[1]
+                back = gradients(partial(_turned, rotation, at, tables), [x], x)[1]
                 run.equal(back, rotation.specified(x, at, tables, reverse=True))
         x = many(run, 4, 2, 64, salt=2, dtype=dtype)
         at = torch.tensor([0, LENGTH - 1, LENGTH, -1], device=run.device)

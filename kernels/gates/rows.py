@@ -184,7 +184,7 @@ def _backward(run: Run, over: Over, planted: Planted) -> None:
             padded = Rows(op=one.op, spec=one.spec, by_row=tuple(zeros[1:]), shared=one.shared)
             longer = _gradients(padded, slice(0, len(zeros[0])), zeros[0])
             run.equal(longer[by_row:], _gradients(one, few, grad[few])[by_row:])
-            turned = [t[few].flip(0) for t in (grad, *one.by_row)]
+            turned = [t[few].roll(1, 0) for t in (grad, *one.by_row)]
             other = Rows(op=one.op, spec=one.spec, by_row=tuple(turned[1:]), shared=one.shared)
             if grad.dtype == torch.float32 and few.stop > 2:
                 again = _gradients(other, few, turned[0])

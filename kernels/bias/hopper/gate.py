@@ -55,7 +55,10 @@ def _over(run: Run, count: int) -> Iterator[Rows]:
 
 
 def _planted(run: Run) -> None:
-    x, bias = many(run, 40, 100, salt=3, dtype=torch.float32, scale=4.0), many(run, 100, salt=4, dtype=torch.float32)
+    x, bias = (
+        many(run, 40, 100, salt=3, dtype=torch.float32, scale=4.0),
+        many(run, 100, salt=4, dtype=torch.float32),
+    )
     folded = (x + bias).bfloat16()  # the bias added before the product was rounded
     run.control("bias_before_rounding", folded, bias_add(x.bfloat16(), bias.bfloat16()))
     run.control("another_feature", bias_add(x, bias.roll(1)), bias_add(x, bias))

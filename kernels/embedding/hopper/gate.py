@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What proves embedding.lookup/1 on sm90: the CPU's specification, forward and gradient, whole and by shards of the vocabulary."""
+"""What proves embedding.lookup/1 on sm90: the CPU's specification and gradient, whole and by shards of the vocabulary."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from isoexec.kernels.embedding import naive
 from isoexec.kernels.embedding.hopper.kernel import launch_gradient
 from isoexec.kernels.embedding.hopper.ops import embedding, shard_lookup, vocab_parallel_embedding
 from isoexec.kernels.gates import Gate, Run, rows
+from isoexec.kernels.gates.degrees import degrees
 from isoexec.kernels.gates.forward import many
 from isoexec.kernels.gates.inputs import DTYPES, ids, odd_values
 from isoexec.kernels.gates.recipes import gradients
@@ -39,14 +41,14 @@ def _over(run: Run, count: int) -> Iterator[Rows]:
             def by_spec(g: Tensor, which: Tensor, w: Tensor) -> list[Tensor]:
                 return [naive.embedding_backward(g, which, len(w)).to(w.dtype)]
 
-            for which in (ids(count, vocab, 2), ids(count, TERMS, 3)):
+            for which, gradient in ((ids(count, vocab, 2), None), (ids(count, TERMS, 3), by_spec)):
                 yield Rows(
                     op=embedding,
                     spec=naive.embedding,
                     by_row=(which.to(run.device),),
                     shared=(w,),
-                    spec_gradients=by_spec,
-                    exact=lambda which, w: F.embedding(which, w),
+                    spec_gradients=gradient,
+                    exact=F.embedding,
                     on_host=True,
                 )
 
@@ -78,16 +80,16 @@ def _partition(run: Run) -> None:
             run.equal(torch.stack(terms).sum(0), out)
             run.equal(torch.cat(parts), dw)
         run.control("a_shard_left_out", terms[0], out)
-    if run.device.type == "cuda" and torch.cuda.device_count() > 1:
+    for size in degrees(run, "processes", (2, 4)):
         whole = run.ranks(1, ranks, False)[0]
-        for sp in run.over("SP", (False, True)):
-            parts = run.ranks(2, ranks, sp)
+        for sp in (False, True):
+            parts = run.ranks(size, ranks, sp)
             for got in [torch.cat([p[0] for p in parts])] if sp else [p[0] for p in parts]:
                 run.equal(got, whole[0])
             run.equal(torch.cat([p[1] for p in parts]), whole[1])
 
 
-def ranks(rank: int, size: int, group: torch.distributed.ProcessGroup | None, sp: bool) -> list[Tensor]:
+def ranks(rank: int, size: int, group: ProcessGroup | None, sp: bool) -> list[Tensor]:
     """Output and gradient of this process's part of the vocabulary."""
     from isoexec.kernels.gates.inputs import fill
 

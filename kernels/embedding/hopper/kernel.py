@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional as F
 
 from isoexec.kernels.hopper.arithmetic import power_of_two
 
@@ -33,22 +34,21 @@ def lookup_kernel(
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    wanted = tl.load(ids + token).to(tl.int64)
+    wanted = tl.load(ids + token).to(tl.int64) + tl.zeros((BLOCK,), tl.int64)
     row = wanted - first
-    own = (row >= 0) & (row < rows)
-    v = tl.load(w + row * w_row + col, mask=own & (col < width), other=0.0).to(tl.float32)
+    own = (row >= 0) & (row < rows) & (col < width)
+    v = tl.load(w + row * w_row + col, mask=own, other=0.0).to(tl.float32)
     # an id that no rank holds gives NaN: refusing it here would need the host to wait for the GPU
     v = tl.where((wanted >= 0) & (wanted < vocab), v + 0.0, float("nan"))
     tl.store(out + token * width + col, v.to(out.dtype.element_ty), mask=col < width)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
 def gradient_kernel(
     grad: tl.tensor,
     sorted_rows: tl.tensor,
     order: tl.tensor,
     dw: tl.tensor,
-    tokens: tl.tensor,
     rows: tl.tensor,
     width: tl.tensor,
     AHEAD: tl.constexpr,
@@ -63,14 +63,12 @@ def gradient_kernel(
         more = 1
         while more > 0:
             for i in tl.static_range(AHEAD):
-                inside = place + i < tokens
-                ours = inside & (tl.load(sorted_rows + place + i, mask=inside, other=-1) == row)
-                token = tl.load(order + place + i, mask=ours, other=0)
-                term = tl.load(grad + token * width + col, mask=ours & (col < width), other=0.0)
-                total += term.to(tl.float32)
+                found = tl.load(sorted_rows + place + i) + tl.zeros((BLOCK,), tl.int64)
+                token = tl.load(order + place + i)
+                ours = (found == row) & (col < width)
+                total += tl.load(grad + token * width + col, mask=ours, other=0.0).to(tl.float32)
             place += AHEAD
-            last = tl.load(sorted_rows + place, mask=place < tokens, other=-1)
-            more = (last == row).to(tl.int32)
+            more = (tl.load(sorted_rows + place) == row).to(tl.int32)
         tl.store(dw + row * width + col, total.to(dw.dtype.element_ty), mask=col < width)
 
 
@@ -115,13 +113,14 @@ def launch_gradient(
     local = ids.to(torch.int64) - first
     local = torch.where((local >= 0) & (local < rows), local, rows)  # the others' tokens come last
     sorted_rows, order = torch.sort(local, stable=True)
+    # what is read ahead of the last token belongs to no row
+    sorted_rows, order = F.pad(sorted_rows, (0, _AHEAD), value=-1), F.pad(order, (0, _AHEAD))
     cut = block or min(512, power_of_two(width))
     gradient_kernel[(tokens, -(-width // cut))](
         grad,
         sorted_rows,
         order,
         dw,
-        tokens,
         rows,
         width,
         AHEAD=_AHEAD,

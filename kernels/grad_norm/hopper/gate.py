@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from isoexec.kernels.gates import Gate, Run
+from isoexec.kernels.gates.degrees import degrees
 from isoexec.kernels.gates.forward import many
 from isoexec.kernels.gates.inputs import DTYPES, fill, nudged, shuffled
 from isoexec.kernels.grad_norm import exact_sq_sum as on_cpu
@@ -119,10 +120,9 @@ def _partition(run: Run) -> None:
             parts = [_by_blocks(part, 1024) for part in x.chunk(shards, 1)]
             run.equal(torch.stack([torch.stack(parts)[:, 0].amax(), torch.stack(parts)[:, 1].sum()]), want)
         run.control("a_shard_left_out", _by_blocks(x[1:], 1024), want)
-    if run.device.type == "cuda" and torch.cuda.device_count() > 1:
-        run.covers(processes=2)
+    for size in degrees(run, "processes", (2, 4, 8)):
         whole = run.ranks(1, ranks)[0]
-        for got in run.ranks(2, ranks):
+        for got in run.ranks(size, ranks):
             run.equal(got, whole)
 
 

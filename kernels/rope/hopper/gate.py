@@ -40,7 +40,9 @@ def _more(run: Run) -> None:
             got = rope(x.to(run.device), at.to(run.device), *tables(turned, base, run.device))
             run.equal(got.cpu(), want)
             back = gradients(
-                lambda x: rope(x, at.to(run.device), *tables(turned, base, run.device)), [x.to(run.device)], x.to(run.device)
+                lambda x: rope(x, at.to(run.device), *tables(turned, base, run.device)),
+                [x.to(run.device)],
+                x.to(run.device),
             )[1]
             run.equal(back.cpu()[..., :turned], naive.rope_backward(x[..., :turned], at, base))
     _sections(run)

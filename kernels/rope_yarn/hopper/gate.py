@@ -35,7 +35,9 @@ def _table(run: Run) -> None:
         for column, angle in ((0, at), (31, slow)):
             run.equal(cos[:, column].cpu(), (angle.cos() * yarn.attention_factor).float())
             run.equal(sin[:, column].cpu(), (angle.sin() * yarn.attention_factor).float())
-        run.control("no_scaling", list(tables(64, 1e4, Yarn(factor=1.0, original=4096), run.device)), [cos, sin])
+        run.control(
+            "no_scaling", list(tables(64, 1e4, Yarn(factor=1.0, original=4096), run.device)), [cos, sin]
+        )
     run.holds(torch.tensor([DEEPSEEK.attention_factor == 1.0]))
     run.holds(torch.tensor([SCALED.attention_factor == 0.1 * math.log(4.0) + 1.0]))
     wide = partial(tables, 64, 1e4)

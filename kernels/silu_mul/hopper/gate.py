@@ -57,7 +57,9 @@ def _over(run: Run, count: int) -> Iterator[Rows]:
                 op=silu_mul_halves,
                 spec=lambda both: naive.silu_mul(*both.chunk(2, -1)),
                 by_row=(both,),
-                spec_gradients=lambda g, both: [torch.cat(naive.silu_mul_backward(g, *both.chunk(2, -1)), -1)],
+                spec_gradients=lambda g, both: [
+                    torch.cat(naive.silu_mul_backward(g, *both.chunk(2, -1)), -1)
+                ],
                 exact=lambda both: _formula(*both.chunk(2, -1)),
             )
 

@@ -32,12 +32,14 @@ def _on_cpu_too(schema: str, kernel: Any, fake: Any, **gradient: Any) -> Any:
 library.define = _on_cpu_too
 
 from isoexec.kernels.linear.hopper import cublaslt, kernel, table  # noqa: E402
+from isoexec.kernels.logprobs.hopper.kernel import Cut  # noqa: E402
 from isoexec.kernels.rms_norm.hopper import gradient  # noqa: E402
 
 TILE = kernel.Tile(kind="pointers", rows=16, columns=32, depth=64, warps=4, stages=2)
 MAPS = kernel.Tile(kind="maps", rows=32, columns=128, depth=64, warps=4, stages=2)
 SWAPPED = kernel.Tile(kind="swapped", rows=16, columns=64, depth=32, warps=4, stages=2)
-BLOCK = 32
+MANY_BLOCKS = Cut(blocks=4, join=2, rows=64, warps=4)
+FEW_BLOCKS = Cut(blocks=2, join=1, rows=32, warps=2)
 WEIGHTS = ((32, 64), (64, 128))
 SMALL: dict[str, dict[str, Any]] = {
     "rms_norm": {},
@@ -49,16 +51,19 @@ SMALL: dict[str, dict[str, Any]] = {
     "rope": {"SECTIONED": 5},
     "rope_interleaved": {},
     "rope_yarn": {},
-    "embedding": {"TABLES": ((64, 40),)},
+    "embedding": {"TABLES": ((64, 40),), "TERMS": 2},
     "bias": {"WIDTHS": (40,)},
     "grad_norm": {"CUTS": (100, 300), "LARGE": (16, 64), "SCALES": (1e-20, 1e-3, 1e12)},
     # each program costs the interpreter some 50 ms here, whatever it computes
     "logprobs": {
-        "VOCABULARIES": (80,),
-        "PLANTED": 256,
+        "VOCABULARIES": (600,),
+        "PLANTED": 128,
         "ROWS": 5,
         "SOME": 9,
-        "DTYPES": (torch.float32,),
+        "DTYPES": (torch.bfloat16,),
+        "CUTS": (FEW_BLOCKS,),
+        "WIDE": {"rows_per_program": 16, "columns_per_program": 512, "num_warps": 4},
+        "cut_for": lambda *_: MANY_BLOCKS,
     },
     "linear": {
         "ROWS": (1, 2, 16, 17),
@@ -73,14 +78,29 @@ SMALL: dict[str, dict[str, Any]] = {
         "WEIGHT_ROWS": 4,
     },
 }
+# a program more costs the interpreter far more than a row more
+WIDE: dict[str, dict[str, int]] = {
+    "rms_norm.hopper.kernel.launch": {"rows_per_program": 32},
+    "rms_norm.hopper.backward.launch_gradient": {"rows_per_program": 16},
+    "rms_norm.hopper.backward.launch_trees": {"columns": 1024},
+    "silu_mul.hopper.kernel.launch": {"rows_per_program": 32},
+    "silu_mul.hopper.kernel.launch_gradient": {"rows_per_program": 32},
+    "sigmoid_mul.hopper.kernel.launch": {"rows_per_program": 32},
+    "sigmoid_mul.hopper.kernel.launch_gradient": {"rows_per_program": 32},
+    "rope.hopper.kernel.launch": {"tokens_per_program": 8, "heads_per_program": 32},
+    "logprobs.hopper.kernel.launch_merge": {"rows_per_program": 64},
+    "logprobs.hopper.kernel.launch_gradient": {"rows_per_program": 64, "columns_per_program": 1024},
+    "bias.hopper.kernel.launch": {"rows_per_program": 32},
+    "bias.hopper.kernel.launch_gradient": {"columns": 1024},
+}
 PAIRS = {"reduce": "pair_tree", "accumulate": "float32"}
 TABLE = {"table": "float64_to_float32", "length": 8192}
 CONSTANTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("rms_norm", "rms_norm_centred", "rms_norm_gated", "l2_norm"), PAIRS),
-    **dict.fromkeys(("silu_mul", "sigmoid_mul", "embedding", "bias"), {}),
+    **{op: {} for op in ("silu_mul", "sigmoid_mul", "embedding", "bias")},
     **dict.fromkeys(("rope", "rope_interleaved", "rope_yarn"), TABLE),
     "grad_norm": {"bits": 62},
-    "logprobs": {"block": BLOCK, "vocab_leaves": 2},
+    "logprobs": {"block": 128, "vocab_leaves": 2},
     "linear": {"step": 16, "accumulate": "float32", "boundary": "model"},
 }
 
@@ -95,11 +115,15 @@ def main() -> None:
     torch.set_num_threads(1)
     np.seterr(all="ignore")  # infinities and NaN are among the inputs
     replace(forward, QUICK=(1, 3, 9))
-    replace(rows, ROWS=5, SOME=5, FEW=4)
+    replace(rows, ROWS=5, SOME=5, FEW=5)
     replace(norms, SHAPES=(("hidden", 1, 96), ("heads", 3, 16)), FREE=((1, 1, 1, 1), (4, 2, 2, 2)))
     replace(norms, PLANTED=(16, 256), SHARED=32, DEGREES=(1, 2), DTYPES=(torch.bfloat16,))
     replace(ropes, PLANTED=4, FREE=((1, 1, 1), (2, 4, 2)))
     replace(gradient, WIDEST=300)
+    for name, free in WIDE.items():
+        import_module(f"isoexec.kernels.{name.rpartition('.')[0]}").__dict__[
+            name.rpartition(".")[2]
+        ].__kwdefaults__.update(free)
     replace(
         table,
         tiles=lambda: dict.fromkeys(WEIGHTS, ((1, TILE), (8192, TILE))),
@@ -119,16 +143,8 @@ def main() -> None:
         for name, value in SMALL[op].items():
             assert hasattr(gate, name), (op, name)
             setattr(gate, name, value)
-            if name == "WIDEST":
-                replace(import_module(f"isoexec.kernels.{op}.hopper.ops"), WIDEST=value)
-        if op == "logprobs":
-            replace(import_module("isoexec.kernels.logprobs.hopper.ops"), BLOCK=BLOCK)
-            gate.naive.BLOCK = BLOCK
-            gate.naive.token_logprobs.__kwdefaults__["block"] = BLOCK
-            # a program more costs the interpreter far more than a row more
-            gate.launch_partials.__kwdefaults__["rows_per_program"] = 64
-            gate.launch_merge.__kwdefaults__["rows_per_program"] = 64
-            gate._tiled.__kwdefaults__["rows"] = 64
+            if name in ("WIDEST", "cut_for"):
+                replace(import_module(f"isoexec.kernels.{op}.hopper.ops"), **{name: value})
         for family in gate.GATE.families:
             try:
                 check = gate.GATE.run(family, CONSTANTS[op], full=False)
