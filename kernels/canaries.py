@@ -69,9 +69,10 @@ _SIZES: dict[str, dict[str, int]] = {
     "moe.combine/1": {"tokens": 19, "places": 4, "width": 100},
     "linear.mma_chain/1": {"tokens": 19, "K": 1024, "N": 4096},  # a weight that the arch's table lists
     "silu_mul.poly/1": {"tokens": 19, "width": 100},
-    "logprobs.blocks/1": {"tokens": 211, "vocab": 512},
+    "logprobs.blocks/2": {"tokens": 211, "vocab": 512},
+    "linear_logprobs.mma_blocks/1": {"tokens": 211, "K": 1024, "N": 4096},
 }
-_ON_GPU = ("linear.mma_chain/1",)  # a tensor core's last bit has no other specification
+_ON_GPU = ("linear.mma_chain/1", "linear_logprobs.mma_blocks/1")  # a tensor core's last bit has no other specification
 
 
 def fill(*shape: int, salt: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
@@ -153,6 +154,12 @@ def _inputs(function_id: str, n: Mapping[str, int], dtype: torch.dtype) -> Input
             return {
                 "x": fill(tokens, n["K"], salt=5, dtype=dtype),
                 "w": fill(n["N"], n["K"], salt=6, dtype=dtype),
+            }
+        case "linear_logprobs.mma_blocks":
+            return {
+                "x": fill(tokens, n["K"], salt=5, dtype=torch.bfloat16),
+                "w": fill(n["N"], n["K"], salt=6, dtype=torch.bfloat16, scale=0.25),
+                "target": _ids(tokens, n["N"], 15),
             }
         case "linear.grouped_chain":
             load = torch.tensor([tokens // 2, 0, 1, tokens - tokens // 2 - 1][: n["experts"]])
@@ -250,6 +257,12 @@ def reference(function_id: str, constants: Mapping[str, Any]) -> Callable[..., T
 
             wide = torch.float32 if constants.get("boundary", "model") == "float32" else torch.bfloat16
             return lambda x, w: one_tile(x, w, wide)
+        case "linear_logprobs.mma_blocks":
+            from isoexec.kernels.linear.hopper.kernel import reference as one_tile  # needs triton
+
+            return lambda x, w, target: hopper_logprobs.token_logprobs(
+                one_tile(x, w, torch.float32), target, vocab_leaves=constants["vocab_leaves"]
+            )
         case "rms_norm.pairs":
             return hopper_rms_norm.rms_norm
         case "rms_norm.pairs_centred":

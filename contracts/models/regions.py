@@ -118,7 +118,7 @@ PROVIDERS: dict[str, dict[str, Admitted]] = {
         "rope.neox_fp32/1": Admitted(name="isoexec.kernels.rope.hopper"),
         "attention.mma_segments/1": Admitted(name="isoexec.kernels.attention.hopper"),
         "silu_mul.poly/1": Admitted(name="isoexec.kernels.silu_mul.hopper"),
-        "logprobs.blocks/1": Admitted(name="isoexec.kernels.logprobs.hopper"),
+        "logprobs.blocks/2": Admitted(name="isoexec.kernels.logprobs.hopper"),
     },
 }
 """Arch -> function -> who is admitted to compute it there; `isoexec provider list` knows more."""
@@ -375,8 +375,8 @@ HEAD = (
     Part(
         region="logprobs",
         ops=("token_logprob",),
-        function="logprobs.blocks/1",
-        constants={"block": 4096, "vocab_leaves": 8},
+        function="logprobs.blocks/2",
+        constants={"block": 128, "vocab_leaves": 8},
     ),
     _STEP,
 )

@@ -57,7 +57,8 @@ SM90: dict[str, dict[str, Any]] = {
     "rope.neox_fp32/1": {"table": "float64_to_float32", "length": 8192},
     "attention.mma_segments/1": {"kv_segment": 4096},
     "silu_mul.poly/1": {},
-    "logprobs.blocks/1": {"block": 4096, "vocab_leaves": 8},
+    "logprobs.blocks/2": {"block": 128, "vocab_leaves": 8},
+    "linear_logprobs.mma_blocks/1": {"step": 16, "accumulate": "float32", "block": 128, "vocab_leaves": 8},
 }
 KERNELS: dict[str, Callable[..., Tensor]] = {
     "embedding.lookup/1": embedding,

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""logprobs.blocks/1 for sm90; `ops` needs triton."""
+"""logprobs.blocks/2 for sm90; `ops` needs triton."""
