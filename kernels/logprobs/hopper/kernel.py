@@ -343,7 +343,7 @@ def launch_merge(
     rows_per_program: int | None = None,
     num_warps: int | None = None,
 ) -> None:
-    """Write `log_p [rows]`, `entropy [rows]` where `w` is given, `stats [rows, 3]` (N, s, lse) from nodes `[rows, leaves, nodes]`.
+    """Write `log_p [rows]`, `entropy [rows]` where `w` is given, `stats [rows, 3]` (N, s, lse) of nodes `[rows, leaves, nodes]`.
 
     With a target, `picked` is the logits `[rows, V]`, divided here by the temperature; without, the target's logit `[rows]`.
     """
