@@ -193,7 +193,7 @@ class Canary:
         return {"K": self._k()}, call
 
     def _combine(self, module: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
-        return {}, lambda y, weights: module(y, weights)
+        return {}, module
 
     def _rope(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
         def call(x: Tensor, positions: Tensor, base: float) -> Tensor:

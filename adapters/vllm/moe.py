@@ -168,10 +168,10 @@ class ExpertCombine(nn.Module):
         super().__init__()
         self._inside = state.Inside("combine")
 
-    def forward(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """``rows`` [tokens * k, H] by slot, ``weights`` fp32 [tokens, k] -> [tokens, H]."""
+    def forward(self, y: Tensor, weights: Tensor) -> Tensor:
+        """``y`` [tokens * k, H] by slot, ``weights`` fp32 [tokens, k] -> [tokens, H]."""
         with self._inside:
-            return combine(rows, weights)
+            return combine(y, weights)
 
 
 class ExpertsMethod(FusedMoEMethodBase):

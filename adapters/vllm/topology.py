@@ -14,8 +14,8 @@ __all__ = ["asked_topology", "claimable_environment", "live_topology"]
 def asked_topology(args: Mapping[str, Any], *, experts: bool) -> dict[str, int]:
     """Degrees that engine arguments (``LLM(**args)``) will lead to, for a model with ``experts`` or without.
 
-    The engine flattens its tensor, data and prefill-context ranks for experts: whole ones with ``enable_expert_parallel``, or else
-    a slice of each a rank.
+    For experts the engine flattens its tensor, data and prefill-context ranks: whole ones a rank with
+    ``enable_expert_parallel``, or else a slice of each.
     """
     tp = int(args.get("tensor_parallel_size", 1))
     dp = int(args.get("data_parallel_size", 1))
