@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from compiled_rows import rows  # type: ignore[import-not-found]
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from isoexec.kernels.linear.hopper import kernel as linear
 from isoexec.kernels.linear.hopper.table import tiles
 from isoexec.kernels.logprobs.hopper import kernel as logprobs
-from isoexec.kernels.rms_norm.hopper import kernel as rms_norm
-from isoexec.kernels.rope.hopper import kernel as rope
-from isoexec.kernels.silu_mul.hopper import kernel as silu_mul
 
 SM90 = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -61,26 +59,7 @@ def main() -> None:
     plain = {"enable_fp_fusion": False}
     b, f = "*bf16", "*fp32"
     results: dict[str, Any] = {}
-    types = {"x": b, "residual": b, "w": b, "y": b, "h": b, "rows": "i32", "eps": "fp32"}
-    types |= {"x_token": "i32", "x_head": "i32", "r_token": "i32"}
-    for heads, width, rows, warps, add in (
-        (1, 4096, 1, 8, True),
-        (1, 1024, 2, 4, False),
-        (32, 128, 16, 4, False),
-    ):
-        constants = {"HEADS": heads, "WIDTH": width, "PADDED": width, "ROWS": rows, "ADD": add}
-        results[f"rms_norm {width}"] = compiled(
-            rms_norm.norm_kernel, types, constants, num_warps=warps, **plain
-        )
-    types = {"gate": b, "up": b, "out": b, "g_row": "i32", "u_row": "i32", "width": "i32"}
-    results["silu_mul"] = compiled(
-        silu_mul.silu_kernel, types, {"BLOCK": 1024, "HARDWARE_EXP": False}, num_warps=2, **plain
-    )
-    types = {"x": b, "positions": "*i64", "cos": f, "sin": f, "out": b}
-    types |= {"x_token": "i32", "x_head": "i32", "length": "i32"}
-    results["rope"] = compiled(
-        rope.rope_kernel, types, {"HEADS": 32, "HALF": 64, "PADDED": 64, "BLOCK": 16}, num_warps=4, **plain
-    )
+    results |= rows(compiled)
     types = {"logits": b, "m": f, "s": f, "rows": "i32", "stride": "i32"}
     constants = {"LEAF": 18992, "BLOCKS": 5, "BLOCK": 4096, "ROWS": 1, "HARDWARE_EXP": False}
     results["logprobs partials"] = compiled(logprobs.partials_kernel, types, constants, num_warps=2, **plain)

@@ -32,14 +32,20 @@ def _on_cpu_too(schema: str, kernel: Any, fake: Any, **gradient: Any) -> Any:
 library.define = _on_cpu_too
 
 from isoexec.kernels.linear.hopper import cublaslt, kernel, table  # noqa: E402
-from isoexec.kernels.logprobs.hopper.kernel import Cut  # noqa: E402
+from isoexec.kernels.linear_logprobs.hopper.kernel import Tile as Fused  # noqa: E402
+from isoexec.kernels.linear_logprobs.hopper.plan import Chunks  # noqa: E402
+from isoexec.kernels.logprobs.hopper import kernel as logprobs  # noqa: E402
 from isoexec.kernels.rms_norm.hopper import gradient  # noqa: E402
+from isoexec.kernels.router.sigmoid.gate import Shape  # noqa: E402
 
 TILE = kernel.Tile(kind="pointers", rows=16, columns=32, depth=64, warps=4, stages=2)
 MAPS = kernel.Tile(kind="maps", rows=32, columns=128, depth=64, warps=4, stages=2)
 SWAPPED = kernel.Tile(kind="swapped", rows=16, columns=64, depth=32, warps=4, stages=2)
-MANY_BLOCKS = Cut(blocks=4, join=2, rows=64, warps=4)
-FEW_BLOCKS = Cut(blocks=2, join=1, rows=32, warps=2)
+MANY_BLOCKS = logprobs.Cut(blocks=4, join=2, rows=64, warps=4)
+FEW_BLOCKS = logprobs.Cut(blocks=2, join=1, rows=32, warps=2)
+HEAD = (768, 64)
+HEAD_TILE = kernel.Tile(kind="pointers", rows=64, columns=256, depth=64, warps=4, stages=2)
+FUSED = Fused(rows=64, columns=128, depth=64, warps=4, stages=2)
 WEIGHTS = ((32, 64), (64, 128))
 SMALL: dict[str, dict[str, Any]] = {
     "rms_norm": {},
@@ -54,6 +60,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "embedding": {"TABLES": ((64, 40),), "TERMS": 2},
     "bias": {"WIDTHS": (40,)},
     "grad_norm": {"CUTS": (100, 300), "LARGE": (16, 64), "SCALES": (1e-20, 1e-3, 1e12)},
+    "router": {"SHAPES": ((20, 3),), "FREE": ((8, 2),), "PLANTED": (64, 16, 4)},
+    "router.sigmoid": {"SHAPES": (Shape(12, 3, 3, 2, 1.8),), "PLANTED": (64, Shape(16, 4, 4, 2, 2.5))},
+    "combine": {"SHAPES": ((3, 24),), "FREE": ((16, 1),), "PLANTED": (8, 8, 64)},
+    "dispatch": {"SHAPES": ((6, 2, 24),), "PLANS": ((7, 6, 2),) * 3, "PLANTED": (12, 8, 4, 24)},
     # each program costs the interpreter some 50 ms here, whatever it computes
     "logprobs": {
         "VOCABULARIES": (600,),
@@ -63,7 +73,18 @@ SMALL: dict[str, dict[str, Any]] = {
         "DTYPES": (torch.bfloat16,),
         "CUTS": (FEW_BLOCKS,),
         "WIDE": {"rows_per_program": 16, "columns_per_program": 512, "num_warps": 4},
-        "cut_for": lambda *_: MANY_BLOCKS,
+    },
+    "linear_logprobs": {
+        "ROWS": 5,
+        "SOME": 20,
+        "FEW": 20,
+        "PLANTED": 64,
+        "QUICK_HEADS": (HEAD,),
+        "SHARED_HEAD": HEAD,
+        "SHARED": 4,
+        "TILES": FUSED,
+        "CHUNKS": Chunks(rows=4, leaves=1),
+        "PLANS": (FUSED, Fused(rows=16, columns=256, depth=32, warps=4, stages=2, group=1), Chunks(rows=3, leaves=2)),
     },
     "linear": {
         "ROWS": (1, 2, 16, 17),
@@ -88,11 +109,15 @@ WIDE: dict[str, dict[str, int]] = {
     "sigmoid_mul.hopper.kernel.launch": {"rows_per_program": 32},
     "sigmoid_mul.hopper.kernel.launch_gradient": {"rows_per_program": 32},
     "rope.hopper.kernel.launch": {"tokens_per_program": 8, "heads_per_program": 32},
+    "router.hopper.kernel.launch_softmax": {"rows_per_program": 32},
+    "router.hopper.kernel.launch_sigmoid": {"rows_per_program": 32},
+    "router.hopper.kernel.launch_gradient": {"rows_per_program": 32},
     "logprobs.hopper.kernel.launch_merge": {"rows_per_program": 64},
     "logprobs.hopper.kernel.launch_gradient": {"rows_per_program": 64, "columns_per_program": 1024},
     "bias.hopper.kernel.launch": {"rows_per_program": 32},
     "bias.hopper.kernel.launch_gradient": {"columns": 1024},
 }
+ROUTER = {"accumulate": "float32", "ties": "lowest_expert", "normalize": "chosen"}
 PAIRS = {"reduce": "pair_tree", "accumulate": "float32"}
 TABLE = {"table": "float64_to_float32", "length": 8192}
 CONSTANTS: dict[str, dict[str, Any]] = {
@@ -100,7 +125,12 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     **{op: {} for op in ("silu_mul", "sigmoid_mul", "embedding", "bias")},
     **dict.fromkeys(("rope", "rope_interleaved", "rope_yarn"), TABLE),
     "grad_norm": {"bits": 62},
+    "router": ROUTER,
+    "router.sigmoid": {**ROUTER, "bias": "selection_only", "group_score": "sum_of_two_best"},
+    "combine": {"order": "routing", "accumulate": "float32"},
+    "dispatch": {"order": "expert_then_token"},
     "logprobs": {"block": 128, "vocab_leaves": 2},
+    "linear_logprobs": {"step": 16, "accumulate": "float32", "block": 128, "vocab_leaves": 2},
     "linear": {"step": 16, "accumulate": "float32", "boundary": "model"},
 }
 
@@ -120,6 +150,7 @@ def main() -> None:
     replace(norms, PLANTED=(16, 256), SHARED=32, DEGREES=(1, 2), DTYPES=(torch.bfloat16,))
     replace(ropes, PLANTED=4, FREE=((1, 1, 1), (2, 4, 2)))
     replace(gradient, WIDEST=300)
+    replace(logprobs, cut_for=lambda *_: MANY_BLOCKS)  # before the ops that take it are imported
     for name, free in WIDE.items():
         import_module(f"isoexec.kernels.{name.rpartition('.')[0]}").__dict__[
             name.rpartition(".")[2]
@@ -140,11 +171,13 @@ def main() -> None:
     results = {}
     for op in sys.argv[1:] or SMALL:
         gate = import_module(f"isoexec.kernels.{op}.hopper.gate")
+        if op == "linear_logprobs":
+            replace(table, tiles=lambda: {HEAD: ((8192, HEAD_TILE),)})
         for name, value in SMALL[op].items():
             assert hasattr(gate, name), (op, name)
             setattr(gate, name, value)
-            if name in ("WIDEST", "cut_for"):
-                replace(import_module(f"isoexec.kernels.{op}.hopper.ops"), **{name: value})
+            if name == "WIDEST":
+                replace(import_module(f"isoexec.kernels.{op}.hopper.ops"), WIDEST=value)
         for family in gate.GATE.families:
             try:
                 check = gate.GATE.run(family, CONSTANTS[op], full=False)

@@ -37,9 +37,14 @@ def test_nothing_is_approximate_or_flushes_subnormals(built: dict[str, dict[str,
 
 
 def test_only_written_multiply_adds_are_fused(built: dict[str, dict[str, int]]) -> None:
-    # exp is written with 9 of them; 16, 64 and 4 elements a thread
+    # exp is written with 9 of them; so many elements a thread
     assert {n: b["fused"] for n, b in built.items() if b["fused"]} == {
         "silu_mul": 9 * 16,
+        "silu_mul gradient": 9 * 8,
+        "sigmoid_mul": 9 * 8,
+        "sigmoid_mul gradient": 9 * 8,
+        "rms_norm gated": 9 * 16,
+        "rms_norm gated gradient": 9 * 8,
         "logprobs partials": 9 * 64,
         "logprobs merge": 9 * 4,
     }
