@@ -279,15 +279,16 @@ class IsoExecMoERunner(MoERunner):
     """Router, routing and experts in a row; what the experts give is whole, and no rank adds another's."""
 
     def __init__(self, **made: Any) -> None:
-        super().__init__(**made)
         if state.installs("routing"):
+            native = made["router"]
             refuse_unless(
-                type(self.router) is CPURouter,
+                type(native) is CPURouter,
                 "routing",
                 "the engine's own router to replace",
-                type(self.router).__qualname__,
+                type(native).__qualname__,
             )
-            self.router = IsoExecRouter(self.router)
+            made["router"] = IsoExecRouter(native)
+        super().__init__(**made)
 
     def forward(
         self,

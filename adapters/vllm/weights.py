@@ -89,15 +89,16 @@ def _experts(path: str, kind: str, param: Tensor, layer: Any) -> Iterator[Shard]
     readable = hasattr(layer.quant_method, "steps") and kind in ("w13_weight", "w2_weight")
     moe = layer.moe_config.moe_parallel_config
     for index, expert in enumerate(layer.expert_map_manager.get_local_expert_ids()):
-        for part, block in zip(parts, param[index].chunk(len(parts)) if readable else parts, strict=True):
-            name = f"{at}.{expert}.{part}.weight"
-            if not readable:
+        names = [f"{at}.{expert}.{part}.weight" for part in parts]
+        if not readable:
+            for name in names:
                 yield Shard(name=name, tensor=None, global_shape=(), offsets=())
-            elif kind == "w13_weight":
-                rows, width = block.shape
+            continue
+        for name, block in zip(names, param[index].chunk(len(parts)), strict=True):
+            rows, width = block.shape
+            if len(parts) == 2:
                 yield _block(name, block, (rows * moe.tp_size, width), (rows * moe.tp_rank, 0))
             else:
-                rows, width = block.shape
                 yield _block(name, block, (rows, width * moe.tp_size), (0, width * moe.tp_rank))
 
 

@@ -56,6 +56,12 @@ def pinned_mimo(tmp_path_factory: pytest.TempPathFactory) -> str:
     return _pinned(tmp_path_factory, "mimo-dense-cpu")
 
 
+@pytest.fixture(scope="session")
+def pinned_moe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same of the contract of a Qwen3 with experts."""
+    return _pinned(tmp_path_factory, "qwen3-moe-cpu")
+
+
 def _pinned(tmp_path_factory: pytest.TempPathFactory, name: str) -> str:
     yaml = pytest.importorskip("yaml")
     pytest.importorskip("torch")

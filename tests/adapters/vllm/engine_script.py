@@ -28,6 +28,7 @@ from engine_common import (  # type: ignore[import-not-found]
     tokens,
 )
 from engine_mimo import bias_alone, mimo, misfits, native_bias  # type: ignore[import-not-found]
+from engine_moe import moe, native_moe, refusals  # type: ignore[import-not-found]
 from engine_tampers import periodic, planted, truth  # type: ignore[import-not-found]
 
 
@@ -322,6 +323,9 @@ SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
         native_bias,
         bias_alone,
         misfits,
+        moe,
+        native_moe,
+        refusals,
     )
 }
 
