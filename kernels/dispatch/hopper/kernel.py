@@ -22,6 +22,7 @@ __all__ = ["launch_plan", "launch_rows"]
 
 _SLOTS = 128  # slots a block
 _CHUNK = 32  # experts whose totals a slot adds up at a time
+_BLOCKS = 128  # blocks whose counts it adds up at a time
 _EXPERTS = 16  # experts whose counts one program adds up
 
 
@@ -44,7 +45,7 @@ def count_kernel(
     BINS: tl.constexpr,
     SLOTS: tl.constexpr,
 ) -> None:
-    """counts [blocks, count]: slots of each expert in each block."""
+    """Counts [blocks, count]: slots of each expert in each block."""
     block = tl.program_id(0)
     e = _local(experts, block * SLOTS + tl.arange(0, SLOTS), total, first, count)
     bins = tl.arange(0, BINS)
@@ -62,12 +63,15 @@ def scan_kernel(
 ) -> None:
     """Each count becomes the sum of those before it of the same expert; sums [count] are the experts' totals."""
     e = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
-    block = tl.arange(0, BLOCKS)
-    at = counts + block[:, None] * count + e[None, :]
-    live = (block < blocks)[:, None] & (e < count)[None, :]
-    own = tl.load(at, mask=live, other=0)
-    tl.store(at, tl.cumsum(own, 0) - own, mask=live)
-    tl.store(sums + e, tl.sum(own, axis=0), mask=e < count)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    for begin in range(0, blocks, BLOCKS):
+        block = begin + tl.arange(0, BLOCKS)
+        at = counts + block[:, None] * count + e[None, :]
+        live = (block < blocks)[:, None] & (e < count)[None, :]
+        own = tl.load(at, mask=live, other=0)
+        tl.store(at, total[None, :] + tl.cumsum(own, 0) - own, mask=live)
+        total += tl.sum(own, axis=0)
+    tl.store(sums + e, total, mask=e < count)
 
 
 @triton.jit
@@ -161,7 +165,7 @@ def launch_plan(
     cut = {"BINS": bins, "SLOTS": slots_a_block}
     count_kernel[(blocks,)](experts, counts, total, first, count, **cut, num_warps=4)
     scan_kernel[(-(-count // _EXPERTS),)](
-        counts, sums, blocks, count, BLOCKS=power_of_two(blocks), EXPERTS=_EXPERTS, num_warps=4
+        counts, sums, blocks, count, BLOCKS=min(_BLOCKS, power_of_two(blocks)), EXPERTS=_EXPERTS, num_warps=4
     )
     place_kernel[(blocks,)](
         *(experts, counts, sums, slots, rows, offsets, total, first, count),

@@ -81,7 +81,7 @@ def rows_kernel(
             b + expert.to(tl.int64) * b_expert + k[:, None].to(tl.int64) * b_chain + col[None, :] * b_column
         )
         at = row[:, None] * columns + col[None, :]
-        if CONTINUE:
+        if CONTINUE:  # noqa: SIM108 - Triton compiles both sides of an expression
             total = tl.load(acc + at, mask=real_row & real_col, other=0.0)
         else:
             total = tl.zeros((ROWS, COLUMNS), tl.float32)

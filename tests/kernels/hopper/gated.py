@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import emulation  # type: ignore[import-not-found]  # noqa: F401 - the interpreter is asked for before anything imports triton
 import numpy as np
 import torch
+from torch import Tensor
 
 from isoexec.kernels.gates import degrees, forward, norms, ropes, rows
 from isoexec.kernels.hopper import library
@@ -31,12 +33,20 @@ def _on_cpu_too(schema: str, kernel: Any, fake: Any, **gradient: Any) -> Any:
 
 library.define = _on_cpu_too
 
+from isoexec.kernels.grouped_linear.hopper import kernel as grouped  # noqa: E402
+from isoexec.kernels.grouped_linear.hopper import products  # noqa: E402
+from isoexec.kernels.grouped_linear.hopper import table as grouped_table  # noqa: E402
 from isoexec.kernels.linear.hopper import cublaslt, kernel, table  # noqa: E402
 from isoexec.kernels.linear_logprobs.hopper.kernel import Tile as Fused  # noqa: E402
 from isoexec.kernels.linear_logprobs.hopper.plan import Chunks  # noqa: E402
 from isoexec.kernels.logprobs.hopper import kernel as logprobs  # noqa: E402
 from isoexec.kernels.rms_norm.hopper import gradient  # noqa: E402
 from isoexec.kernels.router.sigmoid.gate import Shape  # noqa: E402
+
+
+def kernel_tile(rows: int, columns: int, depth: int) -> grouped.Tile:
+    return grouped.Tile(rows=rows, columns=columns, depth=depth, warps=4, stages=2)
+
 
 TILE = kernel.Tile(kind="pointers", rows=16, columns=32, depth=64, warps=4, stages=2)
 MAPS = kernel.Tile(kind="maps", rows=32, columns=128, depth=64, warps=4, stages=2)
@@ -63,6 +73,16 @@ SMALL: dict[str, dict[str, Any]] = {
     "router": {"SHAPES": ((20, 3),), "FREE": ((8, 2),), "PLANTED": (64, 16, 4)},
     "router.sigmoid": {"SHAPES": (Shape(12, 3, 3, 2, 1.8),), "PLANTED": (64, Shape(16, 4, 4, 2, 2.5))},
     "combine": {"SHAPES": ((3, 24),), "FREE": ((16, 1),), "PLANTED": (8, 8, 64)},
+    "grouped_linear": {
+        "SHAPES": ((4, 32, 64), (4, 64, 32)),
+        "TOKENS": 20,
+        "TOP": 2,
+        "SOME": 9,
+        "PLANTED": (4, 32, 128),
+        "TINY": (3, 32, 64),
+        "SHARED": (4, 64, 48, 32),
+        "TILES": (kernel_tile(16, 32, 32), kernel_tile(32, 16, 64)),
+    },
     "dispatch": {"SHAPES": ((6, 2, 24),), "PLANS": ((7, 6, 2),) * 3, "PLANTED": (12, 8, 4, 24)},
     # each program costs the interpreter some 50 ms here, whatever it computes
     "logprobs": {
@@ -84,7 +104,11 @@ SMALL: dict[str, dict[str, Any]] = {
         "SHARED": 4,
         "TILES": FUSED,
         "CHUNKS": Chunks(rows=4, leaves=1),
-        "PLANS": (FUSED, Fused(rows=16, columns=256, depth=32, warps=4, stages=2, group=1), Chunks(rows=3, leaves=2)),
+        "PLANS": (
+            FUSED,
+            Fused(rows=16, columns=256, depth=32, warps=4, stages=2, group=1),
+            Chunks(rows=3, leaves=2),
+        ),
     },
     "linear": {
         "ROWS": (1, 2, 16, 17),
@@ -128,11 +152,25 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "router": ROUTER,
     "router.sigmoid": {**ROUTER, "bias": "selection_only", "group_score": "sum_of_two_best"},
     "combine": {"order": "routing", "accumulate": "float32"},
+    "grouped_linear": {"step": 16, "accumulate": "float32"},
     "dispatch": {"order": "expert_then_token"},
     "logprobs": {"block": 128, "vocab_leaves": 2},
     "linear_logprobs": {"step": 16, "accumulate": "float32", "block": 128, "vocab_leaves": 2},
     "linear": {"step": 16, "accumulate": "float32", "boundary": "model"},
 }
+
+
+def own_tiles(a: Tensor, w: Tensor, offsets: Tensor, *, down: bool = False) -> Tensor:
+    """In the place of torch's grouped product, which is CPU's here."""
+    out = torch.empty(len(a), w.shape[2 if down else 1], dtype=torch.bfloat16)
+    grouped.launch(a, w, offsets, None, out, kernel_tile(16, 16, 32), down=down)
+    return out
+
+
+def own_weight(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    out = torch.empty(len(offsets) - 1, dy.shape[1], x.shape[1], dtype=torch.bfloat16)
+    grouped.launch_weight(dy, x, offsets, out, kernel_tile(16, 32, 16))
+    return out
 
 
 def replace(module: ModuleType, **values: Any) -> None:
@@ -161,6 +199,11 @@ def main() -> None:
         UNTUNED=dict.fromkeys(table.PRODUCTS, ((2, SWAPPED), (table.ANY, MAPS))),
     )
     replace(degrees, most_ranks=lambda _: 1)  # ranks would not share this interpreter
+    replace(grouped, REFERENCE=kernel_tile(32, 64, 32))
+    replace(
+        products, library=own_tiles, library_input=partial(own_tiles, down=True), library_weight=own_weight
+    )
+    replace(grouped_table, weights=lambda: ((32, 64), (64, 32), (64, 48), (48, 32)))
     state = [cublaslt.SHIPPED]
     replace(
         cublaslt,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs every check of the experts' kernels in Triton's interpreter on the CPU and prints `{check: what went wrong, or ""}` as JSON.
+"""Runs every check of the experts' kernels in Triton's interpreter and prints `{check: what went wrong, or ""}` as JSON.
 
 A process of its own: Triton decides when a kernel is decorated whether it is interpreted.
 """
@@ -287,7 +287,7 @@ def a_grouped_chain_goes_on_where_another_ended() -> None:
 @check
 def an_experts_gradient_is_a_chain_over_its_rows() -> None:
     for load in LOADS:
-        x, w, offsets = experts_of(load, 32, 48)
+        x, _, offsets = experts_of(load, 32, 48)
         dy = torch.randn(len(x), 32).bfloat16()
         x[sum(load) :], dy[sum(load) :] = torch.nan, torch.nan  # of no expert
         want = grouped_naive.weight_gradient(dy, x, offsets, out_dtype=torch.float32)
