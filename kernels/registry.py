@@ -253,6 +253,12 @@ _ALL = (
         fixed=(("order", "expert_then_token"),),
     ),
     Function(
+        id="moe.shared_gate",
+        version=1,
+        kernels=(_sm90("shared_gate", "shared_gate", also=("linear/hopper/naive.py",)),),
+        fixed=(("step", STEP), ("accumulate", "float32")),
+    ),
+    Function(
         id="moe.combine",
         version=1,
         kernels=(

@@ -70,6 +70,7 @@ FUNCTIONS: dict[str, Computes] = {
     "logprobs.leaves/1": Computes(constants=("vocab_leaves",)),
     "moe.combine/1": Computes(constants=("accumulate", "order")),
     "moe.dispatch/1": Computes(constants=("order",)),
+    "moe.shared_gate/1": Computes(constants=("accumulate", "step")),
     "rms_norm.pairs/1": _NORM,
     "rms_norm.pairs_centred/1": _NORM,
     "rms_norm.pairs_gated/1": _NORM,

@@ -24,6 +24,7 @@ GATE = Gate("moe.combine/1", "sm90")
 SHAPES = ((8, 2048), (8, 4096), (4, 7168), (10, 768))  # places, width: Qwen3-30B and 35B, 235B, DeepSeek-V3's
 FREE = ((256, 2), (1024, 8), (2048, 4))  # block, warps
 PLANTED = (512, 8, 2048)
+TOKENS = 64  # over ranks
 DEGREES = (1, 2, 4, 8)
 
 
@@ -106,14 +107,14 @@ def ranks(
     from isoexec.kernels.dispatch.gate import chosen
     from isoexec.kernels.dispatch.hopper.ops import by_slot, dispatch, plan
 
-    y = fill(16 * 8, 96, salt=1, dtype=dtype, scale=3.0).to(device)
-    weights = (fill(16, 8, salt=2).abs() + 0.01).to(device)
-    shared, grad = (fill(16, 96, salt=salt, dtype=dtype).to(device) for salt in (3, 5))
+    y = fill(TOKENS * 8, 96, salt=1, dtype=dtype, scale=3.0).to(device)
+    weights = (fill(TOKENS, 8, salt=2).abs() + 0.01).to(device)
+    shared, grad = (fill(TOKENS, 96, salt=salt, dtype=dtype).to(device) for salt in (3, 5))
     if axis == "SP":
         own = [t.chunk(size)[rank] for t in (y, weights, shared)]
         return [t.cpu() for t in gradients(combine, own, grad.chunk(size)[rank])]
     count = 16 // size if axis == "EP" else 16
-    made = plan(chosen(16, 16, 8).to(device), rank * count if axis == "EP" else 0, count)
+    made = plan(chosen(TOKENS, 16, 8).to(device), rank * count if axis == "EP" else 0, count)
     among = group if axis == "EP" else None
     lying = dispatch(
         y, type(made)(**{**vars(made), "tokens": len(y), "places": 1})

@@ -26,6 +26,7 @@ GATE = Gate("moe.dispatch/1", "sm90")
 SHAPES = ((128, 8, 2048), (256, 8, 2048), (512, 10, 768), (64, 4, 7168))  # experts, places, width
 PLANS = ((1, 128, 8), (16, 256, 8), (1000, 128, 8), (8192, 256, 8), (300, 5, 1), (777, 512, 10))
 DEGREES = (1, 2, 4, 8)
+TOKENS = 64  # over ranks
 PLANTED = (500, 16, 4, 96)
 
 
@@ -101,10 +102,10 @@ def ranks(
     rank: int, size: int, group: ProcessGroup | None, device: str, dtype: torch.dtype, axis: str
 ) -> list[Tensor]:
     """Rows by slot and their gradient, where ranks share experts (EP) or each has all of them (ETP)."""
-    x, ids = fill(16, 96, salt=1, dtype=dtype).to(device), chosen(16, 16, 4).to(device)
+    x, ids = fill(TOKENS, 96, salt=1, dtype=dtype).to(device), chosen(TOKENS, 16, 4).to(device)
     count, among = (16 // size, group) if axis == "EP" else (16, None)
     made = plan(ids, rank * count if axis == "EP" else 0, count)
-    grad = fill(16 * 4, 96, salt=2, dtype=dtype, scale=3.0).to(device)
+    grad = fill(TOKENS * 4, 96, salt=2, dtype=dtype, scale=3.0).to(device)
     held = gradients(lambda y: by_slot(dispatch(y, made, among), made, among), [x], grad)
     return [t.cpu() for t in held]
 

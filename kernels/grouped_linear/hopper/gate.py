@@ -32,6 +32,7 @@ TOKENS = 4096
 TOP = 8
 SOME = 333
 PLANTED = (8, 512, 2048)
+FEW = 256  # rows of planted faults
 TINY = (16, 1024, 2048)  # of checks that walk single rows
 SHARED = (8, 1536, 2048, 768)  # experts, twice the inner width, hidden, inner width
 DEGREES = (1, 2, 4, 8)
@@ -66,7 +67,7 @@ def _dense(x: Tensor, w: Tensor, offsets: Tensor, layout: chains.Layout) -> Tens
 
 def _controls(run: Run) -> None:
     experts, N, K = PLANTED
-    x, w, offsets = operands(run, 256, experts, N, K)
+    x, w, offsets = operands(run, FEW, experts, N, K)
     want = reference(x, w, offsets, None, FP32)
     run.control("another_experts_weight", reference(x, w.roll(1, 0), offsets, None, FP32), want)
     halves = [
@@ -202,7 +203,7 @@ def _partition(run: Run) -> None:
                 for one in found:
                     run.equal(one[:2], whole[:2])
     experts, N, K = PLANTED
-    x, w, offsets = operands(run, 256, experts, N, K)
+    x, w, offsets = operands(run, FEW, experts, N, K)
     want = reference(x, w, offsets, None, FP32)
     for shares in (2, 4):
         parts = [
@@ -291,7 +292,7 @@ def _backward(run: Run) -> None:
             run.holds(((own.double() - exact).norm() / exact.norm() < TOO_FAR).view(1))
         del x, w, dy, want
     experts, N, K = PLANTED
-    x, _, offsets = operands(run, 256, experts, N, K)
+    x, _, offsets = operands(run, FEW, experts, N, K)
     dy = many(run, len(x), N, salt=4)
     right = weight_reference(dy, x, offsets, FP32)
     for tile in TILES:

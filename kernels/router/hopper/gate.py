@@ -87,6 +87,18 @@ def _planted(run: Run) -> None:
 rows.hang(GATE, _over, _planted)
 
 
+@GATE.check("partition_invariance")
+def _partition(run: Run) -> None:
+    """Tokens on several ranks: nothing is exchanged."""
+    for one in _over(run, rows.SOME):
+        whole = one.call(slice(0, rows.SOME))
+        for shares in run.over("token_shares", (1, 2, 4, 8)):
+            per = -(-rows.SOME // shares)
+            parts = [one.call(slice(at, at + per)) for at in range(0, rows.SOME, per)]
+            run.equal(torch.cat(parts), whole)
+        run.control("the_next_token", one.call(slice(0, rows.SOME)).roll(1, 0), whole)
+
+
 @GATE.check("degenerate_shapes")
 def _degenerate(run: Run) -> None:
     run.covers(dtype=torch.float32)

@@ -14,6 +14,7 @@ from isoexec.kernels.dispatch.hopper import kernel as dispatch
 from isoexec.kernels.grouped_linear.hopper import kernel as grouped
 from isoexec.kernels.grouped_linear.hopper.candidates import TILES
 from isoexec.kernels.router.hopper import kernel as router
+from isoexec.kernels.shared_gate.hopper import kernel as shared
 
 PLAIN = {"enable_fp_fusion": False}
 B, F, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
@@ -77,9 +78,9 @@ def moving() -> dict[str, Any]:
         dispatch.back_kernel, {"y": B, "rows": I32, "out": B, **strides}, {"BLOCK": 2048}, num_warps=8
     )
     types = {"y": B, "rows": I32, "weights": F, "shared": B, "out": B, "width": "i32"}
-    for mapped, weighed, shared in ((True, True, True), (False, True, False), (True, False, False)):
-        cut = {"PLACES": 8, "BLOCK": 2048, "MAPPED": mapped, "WEIGHED": weighed, "SHARED": shared}
-        name = f"sum mapped {mapped} weighed {weighed} shared {shared}"
+    for mapped, weighed, more in ((True, True, True), (False, True, False), (True, False, False)):
+        cut = {"PLACES": 8, "BLOCK": 2048, "MAPPED": mapped, "WEIGHED": weighed, "SHARED": more}
+        name = f"sum mapped {mapped} weighed {weighed} shared {more}"
         out[name] = compiled(combine.sum_kernel, types, cut, num_warps=8, **PLAIN)
     types = {"grad": B, "y": B, "rows": I32, "weights": F, "dy": B, "dw": F, "width": "i32"}
     for width in (2048, 16384):
@@ -112,8 +113,34 @@ def products() -> dict[str, Any]:
     return out
 
 
+def shared_gates() -> dict[str, Any]:
+    sizes = {"rows": "i32", "width": "i32", "stride": "i32"}
+    cut = {"ROWS": 16, "DEPTH": 128, "COLUMNS": 16}
+    out = {
+        "shared gate logit": compiled(
+            shared.logit_kernel,
+            {"x": B, "w": B, "logit": F, **sizes},
+            cut,
+            num_warps=4,
+            num_stages=4,
+            **PLAIN,
+        )
+    }
+    types = {"y": B, "logit": F, "out": B, "width": "i32", "stride": "i32"}
+    out["shared gate"] = compiled(shared.gate_kernel, types, {"BLOCK": 2048}, num_warps=4, **PLAIN)
+    types = {"grad": B, "y": B, "w": B, "logit": F, "dy": B, "dx": B, "d": F, "width": "i32", "y_row": "i32"}
+    out["shared gate gradient"] = compiled(
+        shared.gradient_kernel, types, {"PADDED": 4096}, num_warps=8, **PLAIN
+    )
+    types, cut = {"x": B, "d": F, "parts": F, **sizes}, {"TOKENS": 64, "COLUMNS": 32}
+    out["shared gate trees"] = compiled(shared.tree_kernel, types, cut, num_warps=4, **PLAIN)
+    types = {"parts": F, "out": B, "blocks": "i32", "width": "i32"}
+    out["shared gate blocks"] = compiled(shared.blocks_kernel, types, {"COLUMNS": 128}, num_warps=4, **PLAIN)
+    return out
+
+
 def main() -> None:
-    json.dump({**routers(), **moving(), **products()}, sys.stdout)
+    json.dump({**routers(), **moving(), **products(), **shared_gates()}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -72,18 +72,20 @@ SMALL: dict[str, dict[str, Any]] = {
     "grad_norm": {"CUTS": (100, 300), "LARGE": (16, 64), "SCALES": (1e-20, 1e-3, 1e12)},
     "router": {"SHAPES": ((20, 3),), "FREE": ((8, 2),), "PLANTED": (64, 16, 4)},
     "router.sigmoid": {"SHAPES": (Shape(12, 3, 3, 2, 1.8),), "PLANTED": (64, Shape(16, 4, 4, 2, 2.5))},
-    "combine": {"SHAPES": ((3, 24),), "FREE": ((16, 1),), "PLANTED": (8, 8, 64)},
+    "combine": {"SHAPES": ((3, 24),), "FREE": ((16, 1),), "PLANTED": (8, 8, 64), "TOKENS": 4},
+    "shared_gate": {"WIDTHS": (64,), "FREE": ((16, 32, 4),), "PLANTED": (32, 64)},
     "grouped_linear": {
         "SHAPES": ((4, 32, 64), (4, 64, 32)),
         "TOKENS": 20,
         "TOP": 2,
         "SOME": 9,
         "PLANTED": (4, 32, 128),
+        "FEW": 48,
         "TINY": (3, 32, 64),
         "SHARED": (4, 64, 48, 32),
         "TILES": (kernel_tile(16, 32, 32), kernel_tile(32, 16, 64)),
     },
-    "dispatch": {"SHAPES": ((6, 2, 24),), "PLANS": ((7, 6, 2),) * 3, "PLANTED": (12, 8, 4, 24)},
+    "dispatch": {"SHAPES": ((6, 2, 24),), "PLANS": ((7, 6, 2),) * 3, "PLANTED": (12, 8, 4, 24), "TOKENS": 4},
     # each program costs the interpreter some 50 ms here, whatever it computes
     "logprobs": {
         "VOCABULARIES": (600,),
@@ -141,6 +143,7 @@ WIDE: dict[str, dict[str, int]] = {
     "bias.hopper.kernel.launch": {"rows_per_program": 32},
     "bias.hopper.kernel.launch_gradient": {"columns": 1024},
 }
+STEPS = {"step": 16, "accumulate": "float32"}
 ROUTER = {"accumulate": "float32", "ties": "lowest_expert", "normalize": "chosen"}
 PAIRS = {"reduce": "pair_tree", "accumulate": "float32"}
 TABLE = {"table": "float64_to_float32", "length": 8192}
@@ -152,7 +155,7 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "router": ROUTER,
     "router.sigmoid": {**ROUTER, "bias": "selection_only", "group_score": "sum_of_two_best"},
     "combine": {"order": "routing", "accumulate": "float32"},
-    "grouped_linear": {"step": 16, "accumulate": "float32"},
+    **dict.fromkeys(("grouped_linear", "shared_gate"), STEPS),
     "dispatch": {"order": "expert_then_token"},
     "logprobs": {"block": 128, "vocab_leaves": 2},
     "linear_logprobs": {"step": 16, "accumulate": "float32", "block": 128, "vocab_leaves": 2},

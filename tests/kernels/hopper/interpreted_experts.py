@@ -26,6 +26,8 @@ from isoexec.kernels.grouped_linear.hopper import naive as grouped_naive
 from isoexec.kernels.router import naive as router_naive
 from isoexec.kernels.router.hopper import kernel as router_kernel
 from isoexec.kernels.router.sigmoid import naive as sigmoid_naive
+from isoexec.kernels.shared_gate.hopper import kernel as shared_kernel
+from isoexec.kernels.shared_gate.hopper import naive as shared_naive
 
 CHECKS: dict[str, Callable[[], None]] = {}
 VIEW = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.int64: torch.int64}
@@ -300,6 +302,30 @@ def an_experts_gradient_is_a_chain_over_its_rows() -> None:
         grouped_kernel.launch_idle(left, offsets, block=256)
         for e, count in enumerate(load):
             assert bool((left[e] == 0).all() if count == 0 else left[e].isnan().all()), (load, e)
+
+
+@check
+def a_shared_gate_has_its_specifications_bits() -> None:
+    for tokens, width in ((5, 48), (70, 32)):
+        y, x, grad = (torch.randn(tokens, width).bfloat16() for _ in range(3))
+        w = torch.randn(1, width).bfloat16()
+        logit = shared_naive.logits(x, w)
+        for rows, depth in ((16, 16), (32, 64)):
+            got = poisoned(tokens)
+            shared_kernel.launch_logits(x, w, got, rows=rows, depth=depth)
+            same(got, logit, (tokens, width, rows))
+        out = poisoned(tokens, width, dtype=torch.bfloat16)
+        shared_kernel.launch(y, logit, out, block=32)
+        same(out, shared_naive.gated(y, logit))
+        want = shared_naive.gradients(grad, y, x, w, logit)
+        dy, dx = (poisoned(tokens, width, dtype=torch.bfloat16) for _ in range(2))
+        d, dw = poisoned(tokens), poisoned(1, width, dtype=torch.bfloat16)
+        shared_kernel.launch_gradient(grad, y, w, logit, dy, dx, d)
+        parts = poisoned(-(-tokens // 64), width)
+        shared_kernel.launch_weight(x, d, parts, dw, 64)
+        for got, right in zip((dy, dx, dw), want, strict=True):
+            same(got, right, (tokens, width))
+    other(shared_naive.gated(y, shared_naive.logits(x, w).bfloat16().float()), out, "a rounded logit")
 
 
 def main() -> None:

@@ -23,6 +23,8 @@ SCRIPT = Path(__file__).with_name("gated.py")
 TOGETHER = (
     ("linear",),
     ("logprobs",),
+    ("router", "router.sigmoid", "dispatch"),
+    ("combine", "grouped_linear", "shared_gate"),
     ("rms_norm", "rms_norm_centred", "rms_norm_gated", "l2_norm"),
     ("rope", "rope_interleaved", "rope_yarn", "silu_mul", "sigmoid_mul", "embedding", "bias", "grad_norm"),
 )
@@ -49,6 +51,12 @@ FUNCTIONS = {
     "embedding": "embedding.lookup/1",
     "bias": "bias.add/1",
     "grad_norm": "grad_norm.exact/1",
+    "router": "router.softmax_topk/1",
+    "router.sigmoid": "router.sigmoid_topk/1",
+    "dispatch": "moe.dispatch/1",
+    "combine": "moe.combine/1",
+    "shared_gate": "moe.shared_gate/1",
+    "grouped_linear": "linear.grouped_mma_chain/1",
 }
 
 
