@@ -123,6 +123,18 @@ def _grouped_mm(constants: Mapping[str, Value]) -> Call:
     return call
 
 
+def _fused_moe(constants: Mapping[str, Value]) -> Call:
+    from isoexec.kernels.providers.fused_moe import grouped
+
+    return grouped
+
+
+def _fused_moe_version() -> str:
+    from isoexec.kernels.providers.fused_moe import version
+
+    return version()
+
+
 def _switches_held() -> AbstractContextManager[None]:
     from isoexec.kernels.linear.hopper.gate import claimed
 
@@ -221,6 +233,14 @@ LIBRARIES: tuple[Provider, ...] = (
         about="torch._grouped_mm (CUTLASS): one product an expert, rows in order of experts",
         make=_grouped_mm,
         version=torch_build,
+    ),
+    _library(
+        name="vllm.fused_moe",
+        function="linear.grouped_mma_chain/1",
+        arch="sm90",
+        about="vLLM's Triton fused_moe_kernel, by its source: a block of rows and columns walks K in order",
+        make=_fused_moe,
+        version=_fused_moe_version,
     ),
 )
 

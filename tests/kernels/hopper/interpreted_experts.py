@@ -23,6 +23,7 @@ from isoexec.kernels.dispatch.gate import by_hand, chosen
 from isoexec.kernels.dispatch.hopper import kernel as dispatch_kernel
 from isoexec.kernels.grouped_linear.hopper import kernel as grouped_kernel
 from isoexec.kernels.grouped_linear.hopper import naive as grouped_naive
+from isoexec.kernels.providers import fused_moe
 from isoexec.kernels.router import naive as router_naive
 from isoexec.kernels.router.hopper import kernel as router_kernel
 from isoexec.kernels.router.sigmoid import naive as sigmoid_naive
@@ -302,6 +303,17 @@ def an_experts_gradient_is_a_chain_over_its_rows() -> None:
         grouped_kernel.launch_idle(left, offsets, block=256)
         for e, count in enumerate(load):
             assert bool((left[e] == 0).all() if count == 0 else left[e].isnan().all()), (load, e)
+
+
+@check
+def vllms_fused_moe_kernel_walks_k_in_order() -> None:
+    for load in ((0, 1, 5, 17), (40, 0, 70)):
+        x, w, offsets = experts_of(load, 64, 96)
+        x = x[: sum(load)]
+        want = grouped_naive.forward(x, w, offsets)
+        same(fused_moe.grouped(x, w, offsets[1:]), want, load)
+        other(fused_moe.grouped(x, w.roll(1, 0), offsets[1:]), want, "another expert")
+    assert fused_moe.version().startswith("fused_moe_kernel sha256:")
 
 
 @check
