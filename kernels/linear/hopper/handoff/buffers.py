@@ -77,7 +77,11 @@ class Memory(Protocol):
     """As many bytes on each rank of a group, all of them mapped here."""
 
     rank: int
-    bases: Sequence[int]  # where each rank's bytes lie in this process's addresses
+
+    @property
+    def bases(self) -> Sequence[int]:
+        """Where each rank's bytes lie in this process's addresses."""
+        ...
 
     def view(self, rank: int, dtype: torch.dtype, offset: int, count: int) -> Tensor:
         """`count` elements of a rank's bytes from byte `offset`."""
@@ -208,6 +212,18 @@ def room_of(name: str) -> Room:
         raise RoomError("memory shared by a group of several ranks", f"none for group {name!r} of {ranks}")
     room.check()
     return room
+
+
+def reset(group: ProcessGroup) -> None:
+    """Forget a lost peer and all that was under way; every rank calls it, once nothing of the group runs any more."""
+    room = _ROOMS[name_of(group)]
+    torch.cuda.synchronize(room.state.device)
+    dist.barrier(group=group)
+    room.memory.view(room.rank, torch.int32, 0, protocol.WORDS).zero_()
+    room.state.zero_()
+    room.mirror.zero_()
+    torch.cuda.synchronize(room.state.device)
+    dist.barrier(group=group)
 
 
 def check() -> None:

@@ -60,6 +60,12 @@ def product(x: Tensor, w: Tensor, out: Tensor, *, turned: bool, tile: Tile | Non
         require(not turned, "handoff", "a turned weight with the few-row chain", "the library")
         walk(x, w, out, tile)
         return
+    require(
+        len(x) > 1,
+        "handoff",
+        "one row for the library",
+        "a tile of the few-row chain, whose bits one row has too",
+    )
     cublaslt.check()
     other = w if turned else w.t()
     if out.dtype == torch.float32:

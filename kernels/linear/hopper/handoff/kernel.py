@@ -8,21 +8,21 @@ are 16 bytes a thread, 512 a warp, without shared memory. The last rank rounds a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from isoexec.kernels.linear.hopper.handoff import protocol
-from isoexec.kernels.linear.hopper.handoff.protocol import finish, is_alive, reach, tell, words_of
+from isoexec.kernels.linear.hopper.handoff.protocol import finish, reach, tell, words_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from isoexec.kernels.linear.hopper.handoff.buffers import Room
 
-__all__ = ["Cut", "chain_kernel", "launch", "tiles_of"]
+__all__ = ["Cut", "call_of", "chain_kernel", "launch", "tiles_of"]
 
 _CAME, _READY, _LAUNCH = protocol.CAME, protocol.READY, protocol.LAUNCH
 _ACCUMULATOR, _RESULT, _ROOM = protocol.ACCUMULATOR, protocol.RESULT, protocol.ROOM
@@ -125,7 +125,7 @@ def chain_kernel(
     tiles = row_tiles * column_tiles
     words = words_of(bases, RANK)
     last = tl.load(state + _LAUNCH).to(tl.int32)
-    alive = is_alive(state)
+    alive = tl.full((), 1, tl.int32)
     flat = tl.arange(0, SIZE)
     asked = tl.full((), 0, tl.int32)
     K_lap = K // LAPS
@@ -154,7 +154,7 @@ def chain_kernel(
                 alive = reach(
                     words + _CAME + t, number, alive, _ACCUMULATOR, BEFORE, state, mirror, patience, TIMED
                 )
-                acc = unpack(tl.load(inbox + t * SIZE + flat), A, B, W)
+                acc = unpack(tl.load(inbox + t * SIZE + flat, cache_modifier=".cg"), A, B, W)
             for k in range(lap * K_lap, (lap + 1) * K_lap, DEPTH):
                 if SWAP and TURNED:
                     acc = tl.dot(w.load([k, first_col]).T, x.load([first_row, k]).T, acc)
@@ -210,7 +210,7 @@ def chain_kernel(
                 col = j * COLUMNS + tl.arange(0, COLUMNS)
                 at = row.to(tl.int64)[:, None] * N + col[None, :]
                 real = (row < per)[:, None] & (col < N)[None, :]
-                result = tl.load(results + at, mask=real, other=0.0)
+                result = tl.load(results + at, mask=real, other=0.0, cache_modifier=".cg")
                 result = tl.where(alive != 0, result, float("nan"))
                 tl.store(out + at, result.to(out.dtype.element_ty), mask=real)
     finish(last, LAPS, programs, bases, state, RANK, RANKS)
@@ -221,7 +221,7 @@ def tiles_of(cut: Cut, per: int, N: int, owners: int) -> int:
     return owners * -(-per // cut.rows) * -(-N // cut.columns)
 
 
-def launch(
+def call_of(
     x: Tensor,
     w: Tensor,
     out: Tensor,
@@ -233,19 +233,13 @@ def launch(
     each: bool,
     laps: int = 1,
     turned: bool = False,
-) -> None:
-    """Do this rank's part of one product; every rank of the group must call it with the same sizes.
-
-    `x [rows, K]` starts at this launch's first row, `out [per, N]` takes the results that this rank gets; where not `each`, rank
-    o's rows start at `o * stride`. K / laps is a multiple of the cut's depth.
-    """
+) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
+    """Grid, arguments and options of `launch`, for those who only compile."""
     N, K = out.shape[1], x.shape[1]
     tiles = tiles_of(cut, per, N, 1 if each else room.ranks)
-    x_map = TensorDescriptor.from_tensor(x, [cut.rows, cut.depth])
-    w_map = TensorDescriptor.from_tensor(w, [cut.depth, cut.columns] if turned else [cut.columns, cut.depth])
-    chain_kernel[(min(tiles, room.processors * cut.per_sm),)](
-        x_map,
-        w_map,
+    arguments = (
+        TensorDescriptor.from_tensor(x, [cut.rows, cut.depth]),
+        TensorDescriptor.from_tensor(w, [cut.depth, cut.columns] if turned else [cut.columns, cut.depth]),
         w,
         out,
         room.inbox(room.rank),
@@ -259,20 +253,33 @@ def launch(
         stride,
         N,
         K,
-        RANK=room.rank,
-        RANKS=room.ranks,
-        LAPS=laps,
-        EACH=each,
-        TURNED=turned,
-        SWAP=cut.swapped,
-        ROWS=cut.rows,
-        COLUMNS=cut.columns,
-        DEPTH=cut.depth,
-        GROUP=cut.group,
-        WARPS=cut.warps,
-        PREFETCH=0 if turned else min(cut.prefetch, 2 * K),
-        TIMED=x.device.type == "cuda",
-        num_warps=cut.warps,
-        num_stages=cut.stages,
-        enable_fp_fusion=False,
     )
+    options = {
+        "RANK": room.rank,
+        "RANKS": room.ranks,
+        "LAPS": laps,
+        "EACH": each,
+        "TURNED": turned,
+        "SWAP": cut.swapped,
+        "ROWS": cut.rows,
+        "COLUMNS": cut.columns,
+        "DEPTH": cut.depth,
+        "GROUP": cut.group,
+        "WARPS": cut.warps,
+        "PREFETCH": 0 if turned else min(cut.prefetch, 2 * K),
+        "TIMED": x.device.type == "cuda",
+        "num_warps": cut.warps,
+        "num_stages": cut.stages,
+        "enable_fp_fusion": False,
+    }
+    return (min(tiles, room.processors * cut.per_sm),), arguments, options
+
+
+def launch(x: Tensor, w: Tensor, out: Tensor, room: Room, cut: Cut, **sizes: Any) -> None:
+    """Do this rank's part of one product; every rank of the group must call it with the same sizes (see `call_of`).
+
+    `x [rows, K]` starts at this launch's first row, `out [per, N]` takes the results that this rank gets; where not `each`, rank
+    o's rows start at `o * stride`. K / laps is a multiple of the cut's depth.
+    """
+    grid, arguments, options = call_of(x, w, out, room, cut, **sizes)
+    chain_kernel[grid](*arguments, **options)

@@ -94,9 +94,14 @@ def move(dst: Tensor, src: Tensor, mover: Mover, stream: int) -> None:
     rows, width = src.shape
     if not src.numel():
         return
-    if src.device.type == "cpu" or mover == "kernel":
+    if mover == "kernel":
         cut = {"HEIGHT": 4, "WIDTH": 1024, "num_warps": 8}
-        move_kernel[(_COPIERS,)](src, dst, rows, width, src.stride(0), dst.stride(0), **cut)
+        move_kernel[(min(_COPIERS, -(-rows // 4)),)](
+            src, dst, rows, width, src.stride(0), dst.stride(0), **cut
+        )
+        return
+    if src.device.type == "cpu":
+        dst.copy_(src)
         return
     size = src.element_size()
     copy = _Copy2D(
@@ -213,7 +218,7 @@ def collect_kernel(
         for start in range(tl.program_id(0) * WIDTH, N, tl.num_programs(0) * WIDTH):
             col = start + tl.arange(0, WIDTH)[None, :]
             real = (row < end) & (col < N)
-            value = tl.load(area + row * N + col, mask=real, other=0.0)
+            value = tl.load(area + row * N + col, mask=real, other=0.0, cache_modifier=".cg")
             value = tl.where(alive != 0, value, float("nan"))
             tl.store(out + row * N + col, value.to(out.dtype.element_ty), mask=real)
 
@@ -263,7 +268,7 @@ def spread_kernel(
 ) -> None:
     """Program p sends a slice of rows to every rank's area, waits for that slice from all, and copies it to `out`."""
     last = tl.load(state + _LAUNCH).to(tl.int32)
-    alive = is_alive(state)
+    alive = tl.full((), 1, tl.int32)
     words = words_of(bases, RANK)
     pid = tl.program_id(0)
     row = (pid * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)[:, None]
@@ -291,7 +296,7 @@ def spread_kernel(
     for start in range(0, pitch, WIDTH):
         col = start + tl.arange(0, WIDTH)[None, :]
         real = (row < rows) & (col < pitch)
-        value = tl.load(area + row * pitch + col, mask=real, other=0.0)
+        value = tl.load(area + row * pitch + col, mask=real, other=0.0, cache_modifier=".cg")
         value = tl.where(alive != 0, value, float("nan"))
         tl.store(out + row * pitch + col, value.to(out.dtype.element_ty), mask=real)
     finish(last, 1, tl.num_programs(0), bases, state, RANK, RANKS)

@@ -4,7 +4,8 @@
 A launch has a number on every rank: the launches of a group are the same in the same order everywhere, and the count lies on the
 device, so a replayed CUDA graph counts on. A word holds the number of the launch that wrote it last; who waits, waits until the
 word has reached a number, so nothing is ever reset. `done[q]` says which launch rank q has finished: before that its buffers
-are not written again. Numbers wrap; they are compared by difference.
+are not written again. Numbers wrap; they are compared by difference. A rank that has waited in vain counts from far ahead:
+whatever its later launches wait for is not reached, so they look at the fault, which a launch in order never has to.
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ CAME = tl.constexpr(MOST_RANKS)
 READY = tl.constexpr(MOST_RANKS + SLOTS)
 WORDS = MOST_RANKS + 2 * SLOTS
 
-# on the rank's own device, int64: number of the last launch, programs that have finished, first fault, a clock in ns
+# on the rank's own device, int64: number of the last launch, programs that have finished, first fault, a clock in ns, number
+# of the last launch in which all came
 LAUNCH = tl.constexpr(0)
 TICKET = tl.constexpr(1)
 FAULT = tl.constexpr(2)
 CLOCK = tl.constexpr(3)
-STATE = 4
+GOOD = tl.constexpr(4)
+STATE = 5
 
 _POLLS = tl.constexpr(64)  # polls between two looks at the clock
+_AHEAD = tl.constexpr(1 << 29)
 _KINDS = ("an accumulator", "inputs", "a result", "room for its results")
 ACCUMULATOR, INPUTS, RESULT, ROOM = (tl.constexpr(i) for i in range(len(_KINDS)))
 
@@ -134,8 +138,11 @@ def finish(
     ticket = tl.atomic_add(state + TICKET, 1, sem="acq_rel", scope="gpu")
     if ticket == programs - 1:
         tl.store(state + TICKET, tl.full((), 0, tl.int64))
-        tl.store(state + LAUNCH, (last + laps).to(tl.int64))
-        if is_alive(state) != 0:
+        if is_alive(state) == 0:
+            tl.store(state + LAUNCH, tl.load(state + GOOD) + _AHEAD)
+        else:
+            tl.store(state + LAUNCH, (last + laps).to(tl.int64))
+            tl.store(state + GOOD, (last + laps).to(tl.int64))
             for peer in tl.static_range(RANKS):
                 if peer != RANK:
                     tl.atomic_xchg(words_of(bases, peer) + RANK, last + laps, sem="release", scope="sys")

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the hand-off's ops in Triton's interpreter, a process a rank, and prints `{check: what went wrong}` as JSON.
+
+Symmetric memory is a file a rank, mapped by all of them: words, waiting and signalling are as between GPUs. The library's
+products are the specification's.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import emulation  # type: ignore[import-not-found]  # noqa: F401 - the interpreter is asked for before anything imports triton
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from triton.runtime import interpreter
+
+from isoexec.kernels.groups import name_of
+from isoexec.kernels.hopper import library
+
+_atomic = interpreter.InterpreterBuilder.create_atomic_rmw
+
+
+def _yielding(self: Any, *given: Any) -> Any:
+    """A poll gives way to the rank that it waits for: here ranks share cores."""
+    os.sched_yield()
+    return _atomic(self, *given)
+
+
+interpreter.InterpreterBuilder.create_atomic_rmw = _yielding
+
+_define = library.define
+
+
+def _on_cpu_too(schema: str, kernel: Any, fake: Any, **gradient: Any) -> Any:
+    op = _define(schema, kernel, fake, **gradient)
+    library._LIBRARY.impl(schema.partition("(")[0], kernel, "CPU")
+    return op
+
+
+library.define = _on_cpu_too
+
+from isoexec.kernels.linear.hopper import naive  # noqa: E402
+from isoexec.kernels.linear.hopper.handoff import buffers, gather, ops, protocol, schedule  # noqa: E402
+from isoexec.kernels.linear.hopper.handoff.kernel import Cut  # noqa: E402
+from isoexec.kernels.linear.hopper.handoff.schedule import Schedule  # noqa: E402
+from isoexec.kernels.linear.hopper.kernel import Tile  # noqa: E402
+
+ELEMENTS = 20480
+BF16 = torch.bfloat16
+VIEW = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+CHECKS: dict[str, Callable[[], None]] = {}
+PATIENCE = 60.0
+WITH_THREE = (
+    "every_cut_of_the_chain_has_the_bits_of_one_rank",
+    "gradients_go_round_once_a_lap",
+    "columns_have_them_too",
+    "a_peer_that_never_comes_is_named",
+)
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+class Files:
+    """`buffers.Memory` over a file a rank."""
+
+    def __init__(self, folder: Path, rank: int, ranks: int, nbytes: int) -> None:
+        self.rank = rank
+        self._bytes = [
+            torch.from_file(str(folder / str(peer)), shared=True, size=nbytes, dtype=torch.uint8)
+            for peer in range(ranks)
+        ]
+        self.bases: Sequence[int] = [b.data_ptr() for b in self._bytes]
+
+    def view(self, rank: int, dtype: torch.dtype, offset: int, count: int) -> Tensor:
+        return self._bytes[rank][offset : offset + count * dtype.itemsize].view(dtype)
+
+
+def product(x: Tensor, w: Tensor, out: Tensor, *, turned: bool, tile: Tile | None = None) -> None:
+    out.copy_(naive.linear(x, w.t().contiguous() if turned else w, out_dtype=out.dtype))
+
+
+def chain(rows: int, columns: int, depth: int, **free: Any) -> Schedule:
+    cut = Cut(rows=rows, columns=columns, depth=depth, warps=4, stages=2, **free)
+    return Schedule(kind="chain", cut=cut)
+
+
+CHAINS = (
+    chain(16, 32, 32),
+    chain(32, 16, 64, group=1),
+    chain(16, 64, 16, swapped=True, group=2),
+    chain(64, 32, 32, per_sm=2),
+)
+GATHERED = (Schedule(kind="rows", mover="kernel"), Schedule(kind="rows", blocks=3))
+
+
+def chosen(one: Schedule) -> None:
+    setattr(ops, "choose", lambda *_: one)  # noqa: B010 - the table's place
+
+
+def operands(M: int, N: int, K: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(M, K, generator=generator).to(BF16),
+        (torch.randn(N, K, generator=generator) / K**0.5).to(BF16),
+    )
+
+
+def part(x: Tensor, dim: int) -> Tensor:
+    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
+
+
+def same(got: Tensor, want: Tensor, what: object) -> None:
+    assert (got.shape, got.dtype) == (want.shape, want.dtype), (what, got.shape, want.shape, got.dtype)
+    count = int((got.view(VIEW[got.dtype]) != want.contiguous().view(VIEW[got.dtype])).sum())
+    assert count == 0, f"{what}: {count} of {got.numel()} elements differ"
+
+
+def group() -> Any:
+    return dist.group.WORLD
+
+
+def row_products(
+    schedules: Sequence[Schedule], rows: Sequence[int], dtypes: Sequence[torch.dtype] = (BF16,)
+) -> None:
+    ranks = dist.get_world_size()
+    for seed, M in enumerate(rows):
+        x, w = operands(M, 80, 64 * ranks, seed)
+        for dtype in dtypes:
+            want = naive.linear(x, w, out_dtype=dtype)
+            for one in schedules:
+                chosen(one)
+                what = (M, dtype, one)
+                same(ops.row_product(part(x, 1), part(w, 1), group(), "all", dtype), want, what)
+                if M % ranks == 0:
+                    got = ops.row_product(part(x, 1), part(w, 1), group(), "rows", dtype)
+                    same(got, part(want, 0), ("rows", *what))
+
+
+@check
+def every_cut_of_the_chain_has_the_bits_of_one_rank() -> None:
+    row_products(CHAINS, (6 * dist.get_world_size(),))
+    row_products(CHAINS[:1], (37,))
+
+
+@check
+def the_accumulator_itself_can_be_asked_for() -> None:
+    row_products((CHAINS[0], GATHERED[1]), (2 * dist.get_world_size(),), (torch.float32,))
+
+
+@check
+def ranks_that_exchange_rows_and_weights_have_them_too() -> None:
+    row_products(GATHERED, (8 * dist.get_world_size(),))
+    row_products(GATHERED[1:], (9,))
+
+
+@check
+def rows_in_several_launches_have_the_same_bits() -> None:
+    room = buffers.room_of(name_of(group()))
+    one = chain(16, 32, 32)
+    assert one.cut is not None
+    owners = dist.get_world_size()
+    per = 150
+    assert len(ops.launches(one.cut, per, 80, owners, room.elements, BF16)) > 1
+    row_products((one,), (per * owners,))
+
+
+@check
+def a_hand_off_that_is_added_up_instead_has_other_bits() -> None:
+    x, w = operands(24, 80, 64 * dist.get_world_size(), 7)
+    parts = zip(x.chunk(2, 1), w.chunk(2, 1), strict=True)
+    first, second = (naive.linear(a, b, out_dtype=torch.float32) for a, b in parts)
+    assert int((first + second != naive.linear(x, w, out_dtype=torch.float32)).sum()) > 0
+
+
+@check
+def gradients_go_round_once_a_lap() -> None:
+    ranks = dist.get_world_size()
+    cuts = (chain(16, 32, 32), chain(16, 64, 16, swapped=True))
+    for laps, schedules in ((1, cuts), (2, (cuts[0], *GATHERED[1:])), (3, cuts[1:])):
+        N = 16 * laps * ranks
+        dy, w = operands(2 * ranks, 32, N, laps)  # w is [K, N]: the chain is over N
+        # each lap is a run of N that the ranks share
+        mine = torch.arange(N).view(laps, ranks, 16)[:, dist.get_rank()].reshape(-1)
+        mine_dy, mine_w = dy[:, mine].contiguous(), w[:, mine].t().contiguous()
+        want = naive.linear(dy, w)
+        for one in schedules:
+            chosen(one)
+            same(ops.column_gradient(mine_dy, mine_w, group(), laps, "all"), want, (laps, one))
+            same(
+                ops.column_gradient(mine_dy, mine_w, group(), laps, "rows"),
+                part(want, 0),
+                (laps, "rows", one),
+            )
+
+
+@check
+def columns_have_them_too() -> None:
+    ranks = dist.get_world_size()
+    tile = Tile(kind="pointers", rows=16, columns=32, depth=32, warps=4, stages=2)
+    chosen(Schedule(kind="columns", tile=tile))
+    for M in (6 * ranks, 21):
+        x, w = operands(M, 16 * ranks, 64 * ranks, M)
+        want = naive.linear(x, w)
+        same(ops.columns_product(part(x, 1), part(w, 0), group(), "all"), want, M)
+        if M % ranks == 0:
+            same(ops.columns_product(part(x, 1), part(w, 0), group(), "rows"), part(want, 0), ("rows", M))
+
+
+@check
+def nothing_of_an_earlier_product_is_left_behind() -> None:
+    """Ranks run apart by design; each next product reuses all words and buffers."""
+    for turn in range(4):
+        time.sleep(0.02 * ((turn + dist.get_rank()) % 3))
+        row_products(((CHAINS[0], GATHERED[1], CHAINS[2], CHAINS[1])[turn],), (2 * dist.get_world_size(),))
+
+
+@check
+def the_count_of_launches_may_wrap() -> None:
+    room = buffers.room_of(name_of(group()))
+    dist.barrier()
+    room.state[0] = 2**31 - 2
+    # words that are ahead of the count by less than half its range would be taken for the future
+    room.memory.view(room.rank, torch.int32, 0, protocol.WORDS).fill_(2**31 - 2)
+    dist.barrier()
+    row_products((CHAINS[0], GATHERED[1], CHAINS[1]), (2 * dist.get_world_size(),))
+    assert int(room.state[0]) < 0
+
+
+@check
+def a_peer_that_never_comes_is_named() -> None:
+    """The last check of a process: afterwards the group is lost."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    x, w = operands(4, 48, 64 * ranks, 3)
+    chosen(CHAINS[0])
+    if rank == ranks - 1:
+        ops.check()
+        return
+    room = buffers.room_of(name_of(group()))
+    object.__setattr__(room, "patience", 2000)
+    got = ops.row_product(part(x, 1), part(w, 1), group())
+    assert bool(got.isnan().all()), "what never came must not look like a result"
+    for again in (ops.check, partial(ops.row_product, part(x, 1), part(w, 1), group())):
+        lost = None
+        try:
+            again()
+        except buffers.PeerLostError as error:
+            lost = error
+        assert lost is not None, "a lost peer must be reported"
+        assert lost.peer == ranks - 1, lost
+        assert f"rank {rank} of group" in str(lost), lost
+
+
+def work(rank: int, ranks: int, folder: Path, names: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    setattr(gather, "product", product)  # noqa: B010 - the library has other bits on a CPU
+    schedule._steps()
+    total, _, _ = buffers.sizes(ELEMENTS)
+    buffers.furnish(
+        name_of(group()),
+        ranks,
+        Files(folder, rank, ranks, total),
+        ELEMENTS,
+        torch.device("cpu"),
+        PATIENCE,
+    )
+    found = {}
+    for name in names:
+        dist.barrier()
+        try:
+            CHECKS[name]()
+            found[name] = ""
+        except Exception:  # noqa: BLE001 - reported to the test that asked
+            found[name] = traceback.format_exc(limit=6)
+    (folder / f"found{rank}").write_text(json.dumps(found))
+    dist.barrier()
+
+
+def main() -> None:
+    results: dict[str, str] = dict.fromkeys(CHECKS, "")
+    chosen_names = sys.argv[1:] or list(CHECKS)
+    context = multiprocessing.get_context("spawn")
+    for ranks in (2, 3):
+        names = [n for n in chosen_names if ranks == 2 or n in WITH_THREE]
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+            folder = Path(name)
+            total, _, _ = buffers.sizes(ELEMENTS)
+            for rank in range(ranks):
+                (folder / str(rank)).write_bytes(bytes(total))
+            crew = [context.Process(target=work, args=(rank, ranks, folder, names)) for rank in range(ranks)]
+            for one in crew:
+                one.start()
+            for one in crew:
+                one.join(240)
+            for rank, one in enumerate(crew):
+                if one.exitcode != 0:
+                    one.kill()
+                    results = dict.fromkeys(results, f"rank {rank} of {ranks} ended with {one.exitcode}")
+                    continue
+                for check_name, trouble in json.loads((folder / f"found{rank}").read_text()).items():
+                    results[check_name] += f"rank {rank} of {ranks}: {trouble}" if trouble else ""
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
