@@ -50,7 +50,8 @@ BF16 = torch.bfloat16
 OUT = Path(os.environ.get("OUT", "."))
 LOG = OUT / "handoff.jsonl"
 ELEMENTS = 1 << 27
-PATIENCE = 2.0  # seconds: a candidate that hangs costs little
+PATIENCE = 3.0  # seconds: a candidate that hangs costs little
+FIRST_PATIENCE = 60.0  # while small kernels are compiled
 SILENCE = 90  # seconds without a word after which the processes are started again
 START = time.monotonic()
 
@@ -233,7 +234,7 @@ def build(job: tuple[int, int, int, Cut, bool, int, bool]) -> str:
     rank, ranks, device, one, each, laps, turned = job
     torch.cuda.set_device(device)
     try:
-        room = buffers.furnish("", ranks, _Alone(rank, ranks), 1024, torch.device("cuda", device), 1.0)
+        room = buffers.furnish("", ranks, _Alone(rank, ranks), 1024, torch.device("cuda", device), PATIENCE)
         k = 16384 * laps
         x = torch.empty(16, k, dtype=BF16, device="cuda")
         w = torch.empty(*((k, 256) if turned else (256, k)), dtype=BF16, device="cuda")
@@ -425,6 +426,23 @@ def link_rates() -> dict[str, float]:
     return found
 
 
+def first_calls() -> None:
+    """Compile what is not a candidate's own, then let a rank wait no longer than a candidate may cost."""
+    room = buffers.room_of(name_of(world()))
+    x, w = (torch.randn(n, 256, device="cuda").bfloat16() for n in (64, 512))
+    for each in (True, False):
+        out = torch.empty(64 if each else 64 // room.ranks, 512, dtype=BF16, device="cuda")
+        one = Schedule(kind="rows", mover="kernel")
+        ops.run(x, w, out, room, one, each=each, laps=1, turned=False)
+        whole = torch.randn(512 // room.ranks, 256 * room.ranks, device="cuda").bfloat16()
+        gather.by_columns(x, whole, out, room, each=each, tile=None)
+    torch.cuda.synchronize()
+    buffers.check()
+    dist.barrier()
+    object.__setattr__(room, "seconds", PATIENCE)
+    object.__setattr__(room, "patience", int(PATIENCE * 1e9))
+
+
 def lost_peer() -> dict[str, Any]:
     """Rank 0 calls, the others do not: it must end, name the peer and give NaN."""
     room = buffers.room_of(name_of(dist.group.WORLD))
@@ -456,7 +474,7 @@ def work(arguments: argparse.Namespace) -> int:
     lines = [json.loads(line) for line in LOG.read_text().splitlines()] if LOG.exists() else []
     skipped = {line["left_out"] for line in lines if "left_out" in line}
     done = {(d["case"], d["product"], d["rows"], d["form"], d["schedule"]) for d in lines if "schedule" in d}
-    ops.setup(world(), ELEMENTS, patience=PATIENCE)
+    ops.setup(world(), ELEMENTS, patience=FIRST_PATIENCE)
     wanted = [case for case in CASES if arguments.only in f"{case.name} {case.product}"]
     note(
         device=torch.cuda.get_device_name(),
@@ -473,6 +491,8 @@ def work(arguments: argparse.Namespace) -> int:
         note(link=rates)
     note(trying="build")
     skipped |= build_all(wanted, skipped)
+    note(trying="first calls")
+    first_calls()
     say("built")
     for M in ROWS:
         for case in wanted:
@@ -650,7 +670,7 @@ def main() -> int:
                 file.write(
                     json.dumps({"left_out": culprit, "why": "the processes ended or hung in it"}) + "\n"
                 )
-            if culprit in ("start", "build", "link rates", "lost peer"):
+            if culprit in ("start", "build", "first calls", "link rates", "lost peer"):
                 print("the processes ended outside any candidate:", culprit, file=sys.stderr)
                 break
     if not LOG.exists():

@@ -134,6 +134,19 @@ def test_every_rank_chooses_by_sizes_alone_and_every_size_has_a_choice() -> None
     )  # one row is never the library's
 
 
+def test_rows_are_chosen_only_where_the_room_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = schedule.Schedule(kind="rows", blocks=2)
+    held = dict(schedule._steps())
+    held["row", "all", 4096, 4096, 2] = ((1 << 30, exchange),)
+    monkeypatch.setattr(schedule, "_steps", lambda: held)
+    M, N, K = 8192, 4096, 4096
+    enough = max(2 * K * (N + M // 2) // 4, M * N)
+    assert schedule.choose(M, N, K, 2) == exchange
+    assert schedule.choose(M, N, K, 2, elements=enough) == exchange
+    for itemsize, elements in ((2, enough - 1), (4, enough)):
+        assert schedule.choose(M, N, K, 2, "all", "row", elements, itemsize).kind == "chain"
+
+
 def test_a_cut_fits_its_shared_memory() -> None:
     for entry in json.loads(schedule.PATH.read_text())["products"]:
         for step in entry["steps"]:

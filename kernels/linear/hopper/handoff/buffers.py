@@ -97,10 +97,14 @@ class SymmetricMemory:
         self.rank = group.rank()
         self._own = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
         self._handle = symmetric.rendezvous(self._own, group)
+        self._views: dict[tuple[int, torch.dtype, int, int], Tensor] = {}
         self.bases = [self.view(rank, torch.uint8, 0, 1).data_ptr() for rank in range(group.size())]
 
     def view(self, rank: int, dtype: torch.dtype, offset: int, count: int) -> Tensor:
-        return self._handle.get_buffer(rank, (count,), dtype, offset // dtype.itemsize)
+        key = rank, dtype, offset, count
+        if key not in self._views:
+            self._views[key] = self._handle.get_buffer(rank, (count,), dtype, offset // dtype.itemsize)
+        return self._views[key]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import ctypes
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 import triton
 import triton.language as tl
 
@@ -162,7 +163,7 @@ def mark_kernel(
 
 def mark(room: Room, what: Mark, slot: int = 0, target: Tensor | None = None) -> None:
     """Open or close a launch, announce a block (`slot`) to every peer, or wait for it from all; `target` turns NaN if in vain."""
-    at = room.state if target is None else target
+    at = room.inbox(room.rank, torch.bfloat16) if target is None else target
     mark_kernel[(1,)](
         at,
         room.bases,

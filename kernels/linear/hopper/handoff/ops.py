@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from isoexec.kernels.linear.hopper.handoff.buffers import Room
-    from isoexec.kernels.linear.hopper.handoff.schedule import Form
+    from isoexec.kernels.linear.hopper.handoff.schedule import Form, Product
 
 __all__ = ["check", "choose", "close", "column_gradient", "columns_product", "row_product", "run", "setup"]
 
@@ -46,6 +46,12 @@ def _require_operands(op: str, x: Tensor, w: Tensor, shared: bool, out_dtype: to
         op,
         f"x {x.dtype} strides {x.stride()}, w {w.dtype} strides {w.stride()}",
         "contiguous bfloat16",
+    )
+    require(
+        x.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0,
+        op,
+        f"operands {x.data_ptr() % 16} and {w.data_ptr() % 16} bytes past an alignment",
+        "operands that begin at a multiple of 16 bytes",
     )
     require(
         x.dim() == 2 and w.dim() == 2 and shared,
@@ -133,9 +139,9 @@ def _product(
     out = torch.empty(M if form == "all" else M // ranks, N, dtype=dtype, device=x.device)
     if M:
         room = buffers.room_of(group)
-        schedule = choose(
-            M, N, K * ranks, ranks, "all" if form == "all" else "rows", "gradient" if turned else "row"
-        )
+        product: Product = "gradient" if turned else "row"
+        sent: Form = "all" if form == "all" else "rows"
+        schedule = choose(M, N, K * ranks, ranks, sent, product, room.elements, dtype.itemsize)
         run(x, w, out, room, schedule, each=form == "all", laps=laps, turned=turned)
     return out
 

@@ -57,15 +57,40 @@ def _steps() -> Mapping[tuple[Any, ...], tuple[tuple[int, Schedule], ...]]:
         steps = tuple((step["up_to"], _schedule(step["schedule"])) for step in entry["steps"])
         limits = [limit for limit, _ in steps]
         assert limits == sorted(set(limits)), "row limits ascend"
+        assert limits[-1] >= 1 << 30, "the last step serves any number of rows"
+        generic = not (entry["N"] or entry["K"] or entry["ranks"])
+        assert not (generic and any(schedule.kind == "rows" for _, schedule in steps)), (
+            "what serves any size fits any room"
+        )
         found[entry["product"], entry["form"], entry["N"], entry["K"], entry["ranks"]] = steps
     return found
 
 
-def choose(M: int, N: int, K: int, ranks: int, form: Form = "all", product: Product = "row") -> Schedule:
-    """The schedule for M rows of a product with N results a row over a K of which each rank holds a share."""
+def choose(
+    M: int,
+    N: int,
+    K: int,
+    ranks: int,
+    form: Form = "all",
+    product: Product = "row",
+    elements: int | None = None,
+    itemsize: int = 2,
+) -> Schedule:
+    """The schedule for M rows of a product with N results a row over a K of which each rank holds a share.
+
+    Where a room of `elements` cannot hold what `rows` gathers (results of `itemsize` bytes), the chain serves, in as many
+    launches as it takes; the room has the same size on every rank.
+    """
     steps = _steps()
-    own = steps.get((product, form, N, K, ranks)) or steps[product, form, 0, 0, 0]
-    return next((schedule for limit, schedule in own if limit >= M), own[-1][1])
+    any_size = steps[product, form, 0, 0, 0]
+    own = steps.get((product, form, N, K, ranks), any_size)
+    chosen = next(schedule for limit, schedule in own if limit >= M)
+    if chosen.kind == "rows" and elements is not None:
+        gathered = 2 * K * (N + -(-M // ranks))
+        received = M * N * itemsize if form == "all" else 0
+        if gathered > 4 * elements or received > 2 * elements:
+            return next(schedule for limit, schedule in any_size if limit >= M)
+    return chosen
 
 
 def fitted(cut: Cut, part: int) -> int:
