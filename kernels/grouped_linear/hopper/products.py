@@ -89,8 +89,9 @@ def rows_product(
         f"an accumulator {acc.dtype if acc is not None else None} {list(acc.shape) if acc is not None else None}",
         f"contiguous float32 [{len(a)}, {columns}]",
     )
-    tile = table.tile_for("input" if down else "forward", N, K, len(a))
-    if acc is None and tile is None and out_dtype == BF16 and len(a):
+    layout = "input" if down else "forward"
+    tile = table.tile_for(layout, N, K, len(a))
+    if acc is None and tile is None and out_dtype == BF16 and len(a) and table.library_serves(layout):
         y = (library_input if down else library)(a, w, offsets)
         return y if out is None else out.copy_(y)
     y = torch.empty(len(a), columns, dtype=out_dtype, device=a.device) if out is None else out
@@ -108,8 +109,9 @@ def weight_product(dy: Tensor, x: Tensor, offsets: Tensor, experts: int, out_dty
         f"gradients {list(dy.shape)} of rows {list(x.shape)}",
         f"as many of each, sides of whole {STEP}s",
     )
-    if out_dtype == BF16 and len(x):
+    tile = table.tile_for("weight", N, K, len(x))
+    if out_dtype == BF16 and tile is None and len(x) and table.library_serves("weight"):
         return library_weight(dy, x, offsets)
     out = torch.empty(experts, N, K, dtype=out_dtype, device=x.device)
-    kernel.launch_weight(dy, x, offsets, out, kernel.REFERENCE)
+    kernel.launch_weight(dy, x, offsets, out, tile or kernel.REFERENCE)
     return out

@@ -2,7 +2,8 @@
 """The experts' weights that are served, and which tile serves how many rows of which; read from `table.json`.
 
 A weight of any number of experts is listed by its N and K; of a listed one, shares of N or of K over 2, 4 and 8 ranks are served
-too. Every provider has the same bits, so the tiles are tuning: rows above the last step are the library's.
+too. Every provider has the same bits, so tiles are tuning: rows above the last step are the library's, in the layouts in which
+its bits are the chain's (`library`); in the others they are a tile's.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from pathlib import Path
 from isoexec.kernels.domain import DomainError
 from isoexec.kernels.grouped_linear.hopper.kernel import Tile
 
-__all__ = ["PATH", "require_listed", "tile_for", "weights"]
+__all__ = ["LAYOUTS", "PATH", "library_serves", "require_listed", "tile_for", "weights"]
 
 PATH = Path(__file__).with_name("table.json")
 SHARES = (1, 2, 4, 8)
+LAYOUTS = ("forward", "input", "weight")
 Steps = tuple[tuple[int, Tile], ...]
 
 
@@ -26,10 +28,16 @@ def _table() -> dict[tuple[int, int], dict[str, Steps]]:
     return {
         (entry["N"], entry["K"]): {
             layout: tuple((step["up_to"], Tile(**step["tile"])) for step in entry.get(layout, ()))
-            for layout in ("forward", "input")
+            for layout in LAYOUTS
         }
         for entry in json.loads(PATH.read_text())["weights"]
     }
+
+
+@cache
+def library_serves(layout: str) -> bool:
+    """Whether torch's grouped product is admitted for a layout: forward, input gradient or weight gradient."""
+    return layout in json.loads(PATH.read_text())["library"]
 
 
 def weights() -> tuple[tuple[int, int], ...]:
