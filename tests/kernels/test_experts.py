@@ -39,7 +39,7 @@ def parameters(dtype: torch.dtype) -> list[Tensor]:
 
 
 def layer(
-    x: Tensor, router: Tensor, w_in: Tensor, w_out: Tensor, first: int = 0, ep: Any = None, etp: Any = None
+    x: Tensor, router: Tensor, w_in: Tensor, w_out: Tensor, *, first: int = 0, ep: Any = None, etp: Any = None
 ) -> Tensor:
     """A layer of experts; `first` is the first that this rank has, of as many as its weights are of."""
     logits = column_linear(x, router, k_block=64, out_dtype=torch.float32)

@@ -299,10 +299,10 @@ def _backward(run: Run) -> None:
         out = torch.full_like(right, float("nan"))
         launch_weight(dy, x, offsets, out, tile)
         run.equal(out, right)
-    longer = [torch.cat([t, torch.zeros_like(t[:30])]) for t in (dy, x)]
+    long_dy, long_x = (torch.cat([t, torch.zeros_like(t[:30])]) for t in (dy, x))
     more = offsets.clone()
     more[-1] += 30  # padding behind the last expert's rows
-    run.equal(weight_reference(*longer, more, FP32), right)
+    run.equal(weight_reference(long_dy, long_x, more, FP32), right)
     run.control(
         "tokens_descending",
         weight_reference(dy.flip(0), x.flip(0), (len(x) - offsets).flip(0), FP32).flip(0),

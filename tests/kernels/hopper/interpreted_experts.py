@@ -63,7 +63,7 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def softmax(logits: Tensor, k: int, **free: int) -> tuple[Tensor, Tensor]:
     weights, experts = poisoned(len(logits), k), torch.full((len(logits), k), -7)
-    router_kernel.launch_softmax(logits, weights, experts, **free)
+    router_kernel.launch_softmax(logits, weights, experts, **free)  # type: ignore[arg-type]
     return weights, experts
 
 

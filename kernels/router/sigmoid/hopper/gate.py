@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -40,16 +40,12 @@ def _spec(shape: Shape, logits: Tensor, bias: Tensor) -> list[Tensor]:
     return [weights, experts.float()]
 
 
-def _bound(shape: Shape, bias: Tensor) -> dict[str, partial[list[Tensor]]]:
-    """Op and specification as functions of the logits: a bias has no gradient."""
+Call = Callable[[Shape, Tensor, Tensor], list[Tensor]]
 
-    def there(call: partial[list[Tensor]], logits: Tensor) -> list[Tensor]:
-        return call(logits, bias.to(logits.device))
 
-    return {
-        "op": partial(there, partial(_op, shape)),
-        "spec": partial(there, partial(_spec, shape)),
-    }
+def _with(call: Call, shape: Shape, bias: Tensor, logits: Tensor) -> list[Tensor]:
+    """As a function of the logits: a bias has no gradient."""
+    return call(shape, logits, bias.to(logits.device))
 
 
 def _spec_gradients(shape: Shape, bias: Tensor, grad: Tensor, logits: Tensor) -> list[Tensor]:
@@ -75,7 +71,8 @@ def _over(run: Run, count: int) -> Iterator[Rows]:
         run.covers(experts=shape.width, places=shape.k, groups=shape.groups)
         logits, bias = logits_of(run, count, shape.width), _bias(run, shape.width)
         yield Rows(
-            **_bound(shape, bias),
+            op=partial(_with, _op, shape, bias),
+            spec=partial(_with, _spec, shape, bias),
             by_row=(logits,),
             free=[
                 partial(_written, logits, bias, shape, rows_per_program=per, num_warps=warps)
