@@ -32,6 +32,7 @@ from isoexec.kernels.rope_interleaved.hopper import naive as rope_interleaved
 from isoexec.kernels.rope_yarn.hopper import naive as rope_yarn
 from isoexec.kernels.router import naive as router
 from isoexec.kernels.router.sigmoid import naive as sigmoid
+from isoexec.kernels.shared_gate.hopper import naive as shared_gate
 from isoexec.kernels.sigmoid_mul.hopper import naive as sigmoid_mul
 from isoexec.kernels.silu_mul import naive as silu_mul
 from isoexec.kernels.silu_mul.hopper import naive as hopper_silu_mul
@@ -63,6 +64,13 @@ _SIZES: dict[str, dict[str, int]] = {
     "rope.interleaved_fp32/1": {"tokens": 19, "heads": 2, "head_dim": 32},
     "rope.yarn_interleaved_fp32/1": {"tokens": 19, "heads": 2, "head_dim": 64},
     "linear.grouped_chain/1": {"tokens": 19, "experts": 4, "K": 256, "N": 64},
+    "linear.grouped_mma_chain/1": {
+        "tokens": 19,
+        "experts": 4,
+        "K": 512,
+        "N": 2048,
+    },  # a weight that the table lists
+    "moe.shared_gate/1": {"tokens": 19, "width": 2048},
     "router.softmax_topk/1": {"tokens": 19, "experts": 128, "places": 8},
     "router.sigmoid_topk/1": {"tokens": 19, "experts": 64, "places": 4, "groups": 8, "groups_chosen": 4},
     "moe.dispatch/1": {"tokens": 19, "experts": 16, "places": 4, "width": 100},
@@ -72,7 +80,12 @@ _SIZES: dict[str, dict[str, int]] = {
     "logprobs.blocks/2": {"tokens": 211, "vocab": 512},
     "linear_logprobs.mma_blocks/1": {"tokens": 211, "K": 1024, "N": 4096},
 }
-_ON_GPU = ("linear.mma_chain/1", "linear_logprobs.mma_blocks/1")  # a tensor core's last bit has no other specification
+_ON_GPU = (  # a tensor core's last bit has no other specification
+    "linear.mma_chain/1",
+    "linear.grouped_mma_chain/1",
+    "linear_logprobs.mma_blocks/1",
+    "moe.shared_gate/1",
+)
 
 
 def fill(*shape: int, salt: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
@@ -161,13 +174,20 @@ def _inputs(function_id: str, n: Mapping[str, int], dtype: torch.dtype) -> Input
                 "w": fill(n["N"], n["K"], salt=6, dtype=torch.bfloat16, scale=0.25),
                 "target": _ids(tokens, n["N"], 15),
             }
-        case "linear.grouped_chain":
+        case "linear.grouped_chain" | "linear.grouped_mma_chain":
             load = torch.tensor([tokens // 2, 0, 1, tokens - tokens // 2 - 1][: n["experts"]])
             load = torch.cat([load, torch.zeros(max(0, n["experts"] - 4), dtype=torch.int64)])
+            counted = torch.int64 if function_id == "linear.grouped_chain/1" else torch.int32
             return {
                 "x": fill(int(load.sum()), n["K"], salt=5, dtype=dtype),
                 "w": fill(n["experts"], n["N"], n["K"], salt=6, dtype=dtype),
-                "offsets": torch.cat([torch.zeros(1, dtype=torch.int64), load.cumsum(0)]),
+                "offsets": torch.cat([torch.zeros(1, dtype=torch.int64), load.cumsum(0)]).to(counted),
+            }
+        case "moe.shared_gate":
+            return {
+                "y": fill(tokens, n["width"], salt=25, dtype=dtype),
+                "x": fill(tokens, n["width"], salt=26, dtype=dtype),
+                "w": fill(1, n["width"], salt=27, dtype=dtype),
             }
         case "router.softmax_topk":
             return {"logits": _scores(tokens, n["experts"]), "k": n["places"]}
@@ -244,6 +264,18 @@ def reference(function_id: str, constants: Mapping[str, Any]) -> Callable[..., T
             return lambda x, w, offsets: grouped_linear.grouped_linear(
                 x, w, offsets, k_block=constants["k_block"]
             )
+        case "linear.grouped_mma_chain":
+            from isoexec.kernels.grouped_linear.hopper.kernel import reference as of_experts  # needs triton
+
+            return of_experts
+        case "moe.shared_gate":
+            from isoexec.kernels.linear.hopper.kernel import reference as one_tile
+
+            def gated(y: Tensor, x: Tensor, w: Tensor) -> Tensor:
+                beside = torch.cat([w, torch.zeros_like(w).repeat(15, 1)])  # columns that are not this one
+                return shared_gate.gated(y, one_tile(x, beside, torch.float32)[:, 0])
+
+            return gated
         case "router.softmax_topk":
             return lambda logits, k: chosen(*router.softmax_topk(logits, k))
         case "router.sigmoid_topk":

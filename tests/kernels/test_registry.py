@@ -50,13 +50,18 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "logprobs.leaves/1": {"vocab_leaves": 8},
     "grad_norm.exact/1": {"bits": 62},
 }
-LIBRARY_ALONE = ("linear.grouped_mma_chain/1",)  # no kernel of ours computes it
 SM90: dict[str, dict[str, Any]] = {
     "rms_norm.pairs/1": {"reduce": "pair_tree", "accumulate": "float32"},
     "linear.mma_chain/1": {"step": 16, "accumulate": "float32", "boundary": "model"},
     "rope.neox_fp32/1": {"table": "float64_to_float32", "length": 8192},
     "attention.mma_segments/1": {"kv_segment": 4096},
     "silu_mul.poly/1": {},
+    "linear.grouped_mma_chain/1": {"step": 16, "accumulate": "float32"},
+    "moe.shared_gate/1": {"step": 16, "accumulate": "float32"},
+    **{
+        name: CONSTANTS[name]
+        for name in ("router.softmax_topk/1", "router.sigmoid_topk/1", "moe.dispatch/1", "moe.combine/1")
+    },
     "logprobs.blocks/2": {"block": 128, "vocab_leaves": 8},
     "linear_logprobs.mma_blocks/1": {"step": 16, "accumulate": "float32", "block": 128, "vocab_leaves": 8},
 }
@@ -102,7 +107,7 @@ def _stock_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def test_every_function_names_what_its_package_exports() -> None:
-    assert set(registry.FUNCTIONS) == {*CONSTANTS, *SM90, *LIBRARY_ALONE}
+    assert set(registry.FUNCTIONS) == {*CONSTANTS, *SM90}
     for name, function in registry.FUNCTIONS.items():
         assert name == function.name
         for kernel in function.kernels:
