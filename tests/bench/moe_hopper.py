@@ -36,7 +36,9 @@ if find_spec("isoexec") is None:
     sys.path.insert(0, str(ROOT / ".src"))
 
 from isoexec.kernels import registry
+from isoexec.kernels.combine.hopper.kernel import launch_gradient, launch_sum
 from isoexec.kernels.combine.hopper.ops import combine, combine_rows
+from isoexec.kernels.dispatch.hopper.kernel import launch_rows
 from isoexec.kernels.dispatch.hopper.ops import by_slot, dispatch, plan
 from isoexec.kernels.gates.found import gate_for
 from isoexec.kernels.gates.running import single_thread
@@ -44,6 +46,7 @@ from isoexec.kernels.grouped_linear.hopper import kernel, ops, products, table
 from isoexec.kernels.grouped_linear.hopper.candidates import TILES
 from isoexec.kernels.hopper.timing import capture, copies_for, replay_times
 from isoexec.kernels.linear.hopper import cublaslt
+from isoexec.kernels.router.hopper.kernel import launch_softmax
 from isoexec.kernels.router.hopper.ops import softmax_topk
 from isoexec.kernels.shared_gate.hopper.ops import shared_gate
 
@@ -304,6 +307,44 @@ def time_model(model: str, experts: int, places: int, hidden: int, inner: int) -
     say("timed", model)
 
 
+def cuts() -> None:
+    """Free settings of the moving kernels at 8192 tokens of Qwen3.5-35B-A3B, to choose the defaults in their `launch` by."""
+    tokens, (_, experts, places, hidden, _) = TOKENS[-1], MODELS[-1]
+    copies = 2
+    logits = [rand(tokens, experts, dtype=FP32) for _ in range(copies)]
+    weights, ids = routed(tokens, experts, places)
+    made = plan(ids, 0, experts)
+    ys = [rand(tokens * places, hidden) for _ in range(copies)]
+    out, grad, dy = rand(tokens, hidden), rand(tokens, hidden), rand(tokens * places, hidden)
+    dw = torch.empty_like(weights)
+
+    def route(i: int, **free: int) -> None:
+        launch_softmax(logits[i], torch.empty_like(weights), torch.empty_like(ids), **free)  # type: ignore[arg-type]
+
+    def add(i: int, **free: int) -> None:
+        launch_sum(ys[i], made.rows, weights, None, out, places, **free)
+
+    def part(i: int, **free: int) -> None:
+        launch_gradient(grad, ys[i], made.rows, weights, dy, dw, **free)
+
+    def move(_: int, **free: int) -> None:
+        launch_rows(out, made.slots, dy, places, **free)  # type: ignore[arg-type]
+
+    warps = [{"num_warps": n} for n in (1, 2, 4, 8)]
+    blocks = [{"block": n} for n in (512, 1024, 2048)]
+    trials: dict[str, tuple[Callable[..., None], list[dict[str, int]]]] = {
+        "router": (route, [{"rows_per_program": n, **w} for n in (1, 2, 4, 8) for w in warps[:3]]),
+        "combine": (add, [{**b, **w} for b in blocks for w in warps[1:]]),
+        "combine gradient": (part, warps[1:]),
+        "dispatch": (move, blocks),
+    }
+    for op, (call, every) in trials.items():
+        graphs = [capture(partial(call, **free), copies) for free in every]
+        spans = replay_times(graphs, copies, replays=5)
+        ordered = sorted(zip(spans, map(str, every), strict=True))
+        say(op, "; ".join(f"{free} {us:.1f} us" for us, free in ordered))
+
+
 def show() -> str:
     """The tables as Markdown, one an op."""
     lines = []
@@ -336,6 +377,7 @@ def main() -> None:
             raise SystemExit(1)
         if given.tune:
             tune()
+        cuts()
         for one in MODELS:
             time_model(*one)
     facts = {

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from isoexec.kernels import registry
 from isoexec.kernels.canaries import fill
 from isoexec.kernels.combine import combine
 from isoexec.kernels.dispatch import by_slot, dispatch, plan
@@ -22,6 +23,7 @@ from isoexec.kernels.grouped_linear import chain as grouped_chain
 from isoexec.kernels.grouped_linear import grouped_linear, pack_weights, row_grouped_linear
 from isoexec.kernels.linear import column_linear
 from isoexec.kernels.router import sigmoid_topk, softmax_topk
+from isoexec.kernels.router.sigmoid.gate import GATE as SIGMOID
 from isoexec.kernels.silu_mul import silu_mul
 
 T, E, K, H, F = 24, 16, 4, 64, 128
@@ -154,6 +156,14 @@ def test_a_groups_score_is_the_sum_of_its_two_best() -> None:
     weights, experts = sigmoid_topk(logits, bias, 2, **groups)
     assert experts.tolist() == [[0, 1]]  # the bias moves the choice
     assert float(weights[0, 1]) == pytest.approx(0.1)  # and no weight
+
+
+@pytest.mark.parametrize("family", SIGMOID.families)
+def test_the_sigmoid_router_holds_its_gate_though_no_contract_of_the_arch_binds_it(family: str) -> None:
+    constants = dict(registry.FUNCTIONS[SIGMOID.function].fixed)
+    check = SIGMOID.run(family, constants, full=False)
+    assert check.failures() == []
+    assert check.elements > 100
 
 
 def test_a_token_that_chose_an_expert_twice_is_refused() -> None:
