@@ -138,11 +138,9 @@ def shared_scale(
 
     def chains(tokens: slice, heads: slice) -> Tensor:
         part = x[tokens, heads]
-        free = (
-            {}
-            if gate is None
-            else {"gate": gate[tokens, heads], "dgate": torch.empty_like(part).contiguous()}
-        )
+        free: dict[str, Any] = {}
+        if gate is not None:
+            free = {"gate": gate[tokens, heads], "dgate": torch.empty_like(part).contiguous()}
         dx = torch.empty(part.shape, dtype=x.dtype, device=x.device)
         found = launch_gradient(grad[tokens, heads].contiguous(), part, w, dx, EPS, **free)
         assert found is not None

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import triton
+from rows import FUNCTIONS, subjects, with_gradient  # type: ignore[import-not-found]  # beside this script
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
@@ -44,20 +45,14 @@ from isoexec.kernels.linear.hopper import table as linear_table
 from isoexec.kernels.linear.hopper.ops import linear
 from isoexec.kernels.logprobs.hopper.ops import token_logprobs
 from isoexec.kernels.registry import source_digest
-from isoexec.kernels.rms_norm.hopper.ops import add_rms_norm, rms_norm
-from isoexec.kernels.rope.hopper.ops import rope, table_digest, tables
-from isoexec.kernels.silu_mul.hopper.ops import silu_mul
+from isoexec.kernels.rope.hopper.ops import table_digest
 
-TIMED = ("linear.mma_chain/1", "logprobs.blocks/1", "rms_norm.pairs/1", "rope.neox_fp32/1", "silu_mul.poly/1")
+TIMED = ("linear.mma_chain/1", "logprobs.blocks/1", *FUNCTIONS)
+TRAINED = 1024  # rows from which gradients are timed
+COMPILED = (64, 8192)  # rows at which the native op is compiled too
 LINEAR_TIMES = (1, 16, 64, 128, 1024, 8192)
 ROW_TIMES = LINEAR_TIMES
-VOCAB, LEAVES, EPS, BASE, HEAD_DIM = 151936, 8, 1e-6, 1e6, 128
-# hidden, feed-forward, query heads, their width, and how much of it is rotated
-MODELS = (
-    ("0.6B", 1024, 3072, 16, 128, 128),
-    ("8B", 4096, 12288, 32, 128, 128),
-    ("35B", 2048, 512, 16, 256, 64),
-)
+VOCAB, LEAVES, BASE, HEAD_DIM = 151936, 8, 1e6, 128
 BANDWIDTH, TENSOR = 4.8, 989.0  # TB/s and bf16 TFLOP/s of an H200 as its data sheet says
 BF16, FP32 = torch.bfloat16, torch.float32
 Call = Callable[[int], Any]
@@ -135,11 +130,14 @@ def time_linear() -> None:
     show("linear")
 
 
-def inductor(function: Callable[..., Any], inputs: list[tuple[Any, ...]]) -> float | None:
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def inductor(function: Callable[..., Any], inputs: list[tuple[Any, ...]], wrap: Wrap) -> float | None:
     """The native op compiled for this shape, or None with the reason printed."""
     torch._dynamo.reset()
     try:
-        fast = torch.compile(function, dynamic=False)
+        fast = wrap(torch.compile(function, dynamic=False))
         return graph_time(lambda i: fast(*inputs[i]), len(inputs))
     except Exception as error:  # noqa: BLE001 - a comparison only; its absence is shown in the table
         say("no compiled time:", repr(error)[:200])
@@ -150,52 +148,27 @@ Make = Callable[[], tuple[Any, ...]]
 
 
 def time_row(
-    op: str, shape: str, M: int, nbytes: int, make: Make, native: Callable[..., Any], ours: Callable[..., Any]
+    op: str,
+    shape: str,
+    M: int,
+    nbytes: int,
+    make: Make,
+    native: Callable[..., Any],
+    ours: Callable[..., Any],
+    wrap: Wrap = lambda call: call,
 ) -> None:
     copies = copies_for(nbytes)
     inputs = [make() for _ in range(copies)]
     row: dict[str, Any] = {"op": op, "shape": shape, "rows": M}
-    row |= compared(lambda i: native(*inputs[i]), lambda i: ours(*inputs[i]), copies)
+    row |= compared(lambda i: wrap(native)(*inputs[i]), lambda i: wrap(ours)(*inputs[i]), copies)
     row["tb_per_s"] = nbytes / row["ours"] / 1e6
-    if M in (64, 8192):
-        row["compiled"] = inductor(native, inputs)
+    if M in COMPILED:
+        row["compiled"] = inductor(native, inputs, wrap)
     TIMES.append(row)
-
-
-def native_norm(x: Tensor, w: Tensor) -> Tensor:
-    return F.rms_norm(x, w.shape, w, EPS)
-
-
-def own_norm(x: Tensor, w: Tensor) -> Tensor:
-    return rms_norm(x, w, EPS)
-
-
-def native_add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    h = x + r
-    return F.rms_norm(h, w.shape, w, EPS), h
-
-
-def native_rope(x: Tensor, p: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    c, s = cos[p].unsqueeze(1), sin[p].unsqueeze(1)
-    a, b = x.float().chunk(2, -1)
-    return torch.cat((a * c - b * s, b * c + a * s), -1).to(x.dtype)
-
-
-def native_silu(x: Tensor) -> Tensor:
-    g, u = x.chunk(2, -1)
-    return F.silu(g) * u
 
 
 def native_logprobs(z: Tensor, t: Tensor) -> Tensor:
     return torch.log_softmax(z, -1, dtype=FP32).gather(-1, t.unsqueeze(-1)).squeeze(-1)
-
-
-def own_add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    return add_rms_norm(x, r, w, EPS)
-
-
-def own_silu(x: Tensor) -> Tensor:
-    return silu_mul(*x.chunk(2, -1))
 
 
 def own_logprobs(z: Tensor, t: Tensor) -> Tensor:
@@ -203,44 +176,14 @@ def own_logprobs(z: Tensor, t: Tensor) -> Tensor:
 
 
 def time_rows() -> None:
-    for model, hidden, ffn, heads, width, turned in MODELS:
-        cos, sin = tables(turned, BASE, torch.device("cuda", 0))
-        w, wh = rand(hidden), rand(width)
-        for M in ROW_TIMES:
-
-            def hid(n: int, M: int = M, hidden: int = hidden, w: Tensor = w) -> tuple[Any, ...]:
-                return (*(rand(M, hidden) for _ in range(n)), w)
-
-            def head(wide: int, *rest: Any, M: int = M, heads: int = heads) -> tuple[Any, ...]:
-                return (rand(M, heads, wide), *rest)
-
-            def up(M: int = M, ffn: int = ffn) -> tuple[Any, ...]:
-                return (rand(M, 2 * ffn),)
-
-            wide, heads_of = f"{model} {hidden}", f"{model} {heads}x"
-            turn = (torch.arange(M, device="cuda"), cos, sin)
-            time_row("rms_norm", wide, M, 4 * M * hidden, partial(hid, 1), native_norm, own_norm)
-            time_row("add_rms_norm", wide, M, 8 * M * hidden, partial(hid, 2), native_add_norm, own_add_norm)
-            own = 4 * M * heads
-            time_row(
-                "q norm",
-                f"{heads_of}{width}",
-                M,
-                own * width,
-                partial(head, width, wh),
-                native_norm,
-                own_norm,
-            )
-            time_row(
-                "rope",
-                f"{heads_of}{turned}",
-                M,
-                own * turned,
-                partial(head, turned, *turn),
-                native_rope,
-                rope,
-            )
-            time_row("silu_mul", f"{model} {ffn}", M, 6 * M * ffn, up, native_silu, own_silu)
+    for M in ROW_TIMES:
+        for one in subjects(M):
+            time_row(one.op, one.shape, M, one.nbytes, one.make, one.native, one.ours)
+            if one.learned and M >= TRAINED:
+                nbytes, wrap = one.nbytes + one.back_bytes, partial(with_gradient, learned=one.learned)
+                op = f"{one.op}, gradient too"
+                time_row(op, one.shape, M, nbytes, one.make, one.native, one.ours, wrap)
+        torch.cuda.empty_cache()
     for dtype in (BF16, FP32):
         for M in ROW_TIMES:
 

@@ -40,7 +40,7 @@ def _norms(compiled: Compile) -> dict[str, dict[str, Any]]:
         ("rms_norm gated", 32, 128, 16, 4, {"GATED": True}),
         ("l2_norm", 16, 128, 16, 4, {"SCALE": 0, "MEAN": False}),
     ):
-        cut = {"HEADS": heads, "WIDTH": width, "PADDED": width, "ROWS": per}
+        cut: dict[str, Any] = {"HEADS": heads, "WIDTH": width, "PADDED": width, "ROWS": per}
         found[name] = compiled(
             norm.norm_kernel, types, fixed | cut | changed, num_warps=warps, enable_fp_fusion=False
         )
@@ -72,19 +72,19 @@ def _norms(compiled: Compile) -> dict[str, dict[str, Any]]:
 def _elementwise(compiled: Compile) -> dict[str, dict[str, Any]]:
     sizes = dict.fromkeys(("rows", "g_row", "u_row", "d_row", "out_row", "width"), I)
     types = dict.fromkeys(("grad", "gate", "up", "out", "dgate", "dup"), B) | sizes
-    cut = {"ROWS": 1, "BLOCK": 1024, "EVICT": ""}
+    block = {"ROWS": 1, "BLOCK": 1024, "EVICT": ""}
     found = {
         "silu_mul": compiled(
-            silu_mul.silu_kernel, types, {**cut, "HARDWARE_EXP": False}, num_warps=2, enable_fp_fusion=False
+            silu_mul.silu_kernel, types, {**block, "HARDWARE_EXP": False}, num_warps=2, enable_fp_fusion=False
         ),
         "silu_mul gradient": compiled(
-            silu_mul.gradient_kernel, types, cut, num_warps=4, enable_fp_fusion=False
+            silu_mul.gradient_kernel, types, block, num_warps=4, enable_fp_fusion=False
         ),
     }
     sizes = dict.fromkeys(("rows", "x_token", "x_head", "g_token", "g_head", "width"), I)
     types = dict.fromkeys(("grad", "x", "gate", "out", "dgate"), B) | sizes
     for name, gradient in (("sigmoid_mul", False), ("sigmoid_mul gradient", True)):
-        cut = {"HEADS": 16, "ROWS": 4, "BLOCK": 256, "GRADIENT": gradient, "EVICT": ""}
+        cut: dict[str, Any] = {"HEADS": 16, "ROWS": 4, "BLOCK": 256, "GRADIENT": gradient, "EVICT": ""}
         found[name] = compiled(sigmoid_mul.sigmoid_kernel, types, cut, num_warps=4, enable_fp_fusion=False)
     types = {"a": B, "b": B, "out": B, "count": I}
     found["residual_add"] = compiled(

@@ -35,14 +35,16 @@ library.define = _on_cpu_too
 from isoexec.kernels.embedding.hopper.ops import vocab_parallel_embedding  # noqa: E402
 from isoexec.kernels.grad_norm.hopper.ops import exact_sq_sum  # noqa: E402
 from isoexec.kernels.rms_norm.hopper import backward, gradient  # noqa: E402
-from isoexec.kernels.rms_norm.hopper.ops import rms_norm_grad  # noqa: E402
+from isoexec.kernels.rms_norm.hopper.ops import Shard, rms_norm_grad  # noqa: E402
 
 EPS = 1e-6
-backward.launch_gradient.__kwdefaults__["rows_per_program"] = 16
-backward.CHAINS = gradient.CHAINS = 2  # so that a rank of a tiny sequence has whole trees
+_launch: Any = backward.launch_gradient
+_launch.__kwdefaults__["rows_per_program"] = 16
+for module in (backward, gradient):  # so that a rank of a tiny sequence has whole trees
+    setattr(module, "CHAINS", 2)  # noqa: B010
 
 
-def norm(rank: int, size: int, group: ProcessGroup | None, shard: str, tokens: int) -> list[Tensor]:
+def norm(rank: int, size: int, group: ProcessGroup | None, shard: Shard, tokens: int) -> list[Tensor]:
     """Output and gradients of a norm whose tokens, or heads, ranks share."""
     heads = shard == "heads"
     shape = (tokens, 1, 4, 8) if heads else (tokens, 1, 24)
