@@ -47,7 +47,7 @@ from isoexec.kernels.logprobs.hopper.ops import token_logprobs
 from isoexec.kernels.registry import source_digest
 from isoexec.kernels.rope.hopper.ops import table_digest
 
-TIMED = ("linear.mma_chain/1", "logprobs.blocks/1", *FUNCTIONS)
+TIMED = ("linear.mma_chain/1", "logprobs.blocks/2", *FUNCTIONS)
 TRAINED = 1024  # rows from which gradients are timed
 COMPILED = (64, 8192)  # rows at which the native op is compiled too
 LINEAR_TIMES = (1, 16, 64, 128, 1024, 8192)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from isoexec.kernels.linear_logprobs.hopper.kernel import Tile
 
-__all__ = ["BACKWARD_ROWS", "CHUNKS", "TILES", "Chunks", "plan_for", "spans"]
+__all__ = ["BACKWARD_ROWS", "CANDIDATES", "CHUNKS", "TILES", "Chunks", "plan_for", "spans"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,15 @@ class Chunks:
     leaves: int
 
 
-TILES = Tile(rows=128, columns=128, depth=64, warps=4, stages=3, programs=2)
+CANDIDATES = (  # what a GPU may choose from
+    Tile(rows=128, columns=128, depth=64, warps=4, stages=3, programs=2),
+    Tile(rows=128, columns=128, depth=64, warps=8, stages=3, programs=2),
+    Tile(rows=64, columns=256, depth=64, warps=4, stages=2, programs=2),
+    Tile(rows=128, columns=256, depth=64, warps=8, stages=3),
+    Tile(rows=128, columns=256, depth=64, warps=8, stages=4),
+    Tile(rows=128, columns=256, depth=64, warps=8, stages=3, flat=True),
+)
+TILES = CANDIDATES[0]
 CHUNKS = Chunks(rows=2048, leaves=1)
 BACKWARD_ROWS = 2048  # rows whose fp32 logits of a leaf exist at the same time in the backward pass
 FEW = 256  # up to here weights decide, and the linear's providers for few rows are tuned

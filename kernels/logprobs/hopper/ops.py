@@ -89,7 +89,7 @@ def joined(
         every = gather_rows(sent.unsqueeze(0), group)  # [ranks, rows, ...]
         own = m.shape[1]
         nodes = [
-            every[:, :, i * own : (i + 1) * own].transpose(0, 1).reshape(rows, -1, 1)
+            every[:, :, i * own : (i + 1) * own].transpose(0, 1).contiguous().view(rows, -1, 1)
             for i in range(len(parts))
         ]
         m, s, w = nodes[0], nodes[1], nodes[2] if both else None

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from compiled_logprobs import built as logprobs  # type: ignore[import-not-found]
 from compiled_rows import rows  # type: ignore[import-not-found]
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from isoexec.kernels.linear.hopper import kernel as linear
 from isoexec.kernels.linear.hopper.table import tiles
-from isoexec.kernels.logprobs.hopper import kernel as logprobs
 
 SM90 = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -57,16 +57,10 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **op
 
 def main() -> None:
     plain = {"enable_fp_fusion": False}
-    b, f = "*bf16", "*fp32"
+    b = "*bf16"
     results: dict[str, Any] = {}
     results |= rows(compiled)
-    types = {"logits": b, "m": f, "s": f, "rows": "i32", "stride": "i32"}
-    constants = {"LEAF": 18992, "BLOCKS": 5, "BLOCK": 4096, "ROWS": 1, "HARDWARE_EXP": False}
-    results["logprobs partials"] = compiled(logprobs.partials_kernel, types, constants, num_warps=2, **plain)
-    types = {"picked": b, "target": "*i64", "m": f, "s": f, "out": f}
-    types |= {"rows": "i32", "stride": "i32", "vocab": "i32"}
-    constants = {"LEAVES": 8, "BLOCKS": 5, "PADDED": 8, "ROWS": 2, "GATHER": True}
-    results["logprobs merge"] = compiled(logprobs.merge_kernel, types, constants, num_warps=1, **plain)
+    results |= logprobs(compiled)
     sizes = {"M": "i32", "N": "i32", "K": "i32"}
     used = {tile for steps in tiles().values() for _, tile in steps if tile}
     for tile in [*sorted(used, key=str)[:: max(1, len(used) // 4)], linear.REFERENCE]:

@@ -135,64 +135,93 @@ def exp_has_its_specifications_bits_over_the_whole_range() -> None:
     same(silu(x, torch.ones_like(x)), silu_naive.silu_mul(x, torch.ones_like(x)))
 
 
-def logprobs(logits: Tensor, target: Tensor, leaves: int, block: int, **free: Any) -> Tensor:
+def logprobs(
+    logits: Tensor, target: Tensor, leaves: int, *, warmth: Tensor | None = None, **cut: int
+) -> Tensor:
+    """Log p beside the entropy."""
+    chosen = logprobs_kernel.Cut(**{"blocks": 2, "join": 2, "rows": 8, "warps": 4, **cut})
     rows, width = logits.shape
-    m = poisoned(rows, leaves, logprobs_kernel.blocks_of(width, leaves, block), dtype=torch.float32)
-    s, out = m.clone(), poisoned(rows, dtype=torch.float32)
-    logprobs_kernel.launch_partials(logits, m, s, block=block, **free)
-    logprobs_kernel.launch_merge(logits, target, m, s, out, **free)
-    return out
+    m = poisoned(rows, leaves, logprobs_kernel.nodes_of(width, leaves, chosen.join), dtype=torch.float32)
+    s, w, out = m.clone(), m.clone(), poisoned(2, rows, dtype=torch.float32)
+    logprobs_kernel.launch_partials(logits, warmth, m, s, w, chosen)
+    stats = poisoned(rows, 3, dtype=torch.float32)
+    logprobs_kernel.launch_merge(
+        logits, target, warmth, m, s, w, out[0], out[1], stats, rows_per_program=chosen.rows
+    )
+    return out.t().contiguous()
+
+
+def specified(logits: Tensor, target: Tensor, leaves: int, warmth: Tensor | None = None) -> Tensor:
+    return torch.stack(logprobs_naive.everything(logits, target, warmth, vocab_leaves=leaves)[:2], 1)
 
 
 @check
 def logprobs_have_their_specifications_bits() -> None:
-    for width, leaves, block in ((320, 8, 16), (320, 4, 32), (96, 2, 64), (64, 1, 64)):
+    for width, leaves in ((1208, 4), (300, 1)):
         for dtype in (torch.float32, torch.bfloat16):
             logits, target = rand(6, width, dtype=dtype, scale=4.0), torch.randint(0, width, (6,))
-            want = logprobs_naive.token_logprobs(logits, target, vocab_leaves=leaves, block=block)
-            got = logprobs(logits, target, leaves, block, rows_per_program=8)
-            same(got, want, (width, leaves, block, dtype))
+            for warmth in (None, torch.rand(6) + 0.3):
+                want = specified(logits, target, leaves, warmth)
+                same(logprobs(logits, target, leaves, warmth=warmth), want, (width, leaves, dtype))
+
+
+@check
+def logprobs_are_as_exact_as_their_formula_says() -> None:
+    logits, target = rand(64, 1200, dtype=torch.float32, scale=6.0), torch.randint(0, 1200, (64,))
+    logits[:8] *= 4  # one word has nearly all
+    exact = torch.log_softmax(logits.double(), -1)
+    got = logprobs(logits, target, 4, rows=64).double()
+    picked = exact.gather(1, target.unsqueeze(1)).squeeze(1)
+    assert float(((got[:, 0] - picked).abs() / (1e-6 + 1.2e-7 * picked.abs())).max()) < 1
+    assert float((got[:, 1] + (exact.exp() * exact).sum(-1)).abs().max()) < 2e-6
+    assert bool((got[:, 0] <= 0).all())
+    assert bool((got[:, 1] >= 0).all())
 
 
 @check
 def logprobs_survive_masked_columns_and_refuse_foreign_targets() -> None:
-    logits, target = rand(4, 64, dtype=torch.float32), torch.tensor([3, 5, 64, -1])
-    logits[:, 16:40] = -torch.inf
-    got = logprobs(logits, target, 4, 16)
-    want = logprobs_naive.token_logprobs(logits[:2], target[:2], vocab_leaves=4, block=16)
-    same(got[:2], want)
-    assert bool(got[2:].isnan().all()), "a target outside the vocabulary must give NaN"
+    logits, target = rand(6, 1200, dtype=torch.float32), torch.tensor([3, 5, 1200, -1, 7, 8])
+    logits[:, 16:700] = -torch.inf
+    logits[4], logits[5] = -3e38, 2e6
+    got = logprobs(logits, target, 4)
+    same(got[:2], specified(logits[:2], target[:2], 4))
+    assert bool(got[2:4, 0].isnan().all()), "a target outside the vocabulary must give NaN"
+    assert bool(got[4:].isnan().all()), "logits beyond the limit must give NaN"
     logits[0] = -torch.inf
-    logits[1, 50] = torch.nan
-    got = logprobs(logits, target, 4, 16)
+    logits[1, 900] = torch.nan
+    got = logprobs(logits, target, 4)
     assert bool(got[:2].isnan().all()), "a row without any token, or with a NaN logit, must give NaN"
 
 
 @check
-def logprobs_do_not_depend_on_batch_rows_warps_or_shards() -> None:
-    logits, target = rand(7, 160, dtype=torch.float32), torch.randint(0, 160, (7,))
-    whole = logprobs(logits, target, 4, 16, rows_per_program=4)
-    for rows in (1, 2, 8):
-        same(logprobs(logits, target, 4, 16, rows_per_program=rows, num_warps=2), whole, rows)
-    same(logprobs(logits[3:4], target[3:4], 4, 16), whole[3:4], "alone")
+def logprobs_do_not_depend_on_batch_cut_or_shards() -> None:
+    logits, target = rand(7, 1200, dtype=torch.float32), torch.randint(0, 1200, (7,))
+    whole = logprobs(logits, target, 4)
+    for cut in ({"blocks": 4, "join": 1}, {"blocks": 1, "join": 1, "rows": 4}, {"rows": 2, "warps": 1}):
+        same(logprobs(logits, target, 4, **cut), whole, cut)
+    same(logprobs(logits[3:4], target[3:4], 4, rows=1), whole[3:4], "alone")
+    chosen = logprobs_kernel.Cut(blocks=2, join=1, rows=8, warps=4)
     shards = []
     for shard in logits.chunk(2, -1):
-        m, s = (poisoned(7, 2, 3, dtype=torch.float32) for _ in range(2))
-        logprobs_kernel.launch_partials(shard.contiguous(), m, s, block=16)
-        shards.append((m, s))
-    m, s = (torch.cat(parts, 1) for parts in zip(*shards, strict=True))
+        m, s, w = (poisoned(7, 2, 3, dtype=torch.float32) for _ in range(3))
+        logprobs_kernel.launch_partials(shard.contiguous(), None, m, s, w, chosen)
+        shards.append((m, s, w))
+    m, s, w = (torch.cat(parts, 1) for parts in zip(*shards, strict=True))
     picked = logits.gather(1, target.unsqueeze(1)).squeeze(1)
-    out = poisoned(7, dtype=torch.float32)
-    logprobs_kernel.launch_merge(picked, None, m, s, out)
-    same(out, whole, "two shards")
+    out, stats = poisoned(2, 7, dtype=torch.float32), poisoned(7, 3, dtype=torch.float32)
+    logprobs_kernel.launch_merge(picked, None, None, m, s, w, out[0], out[1], stats)
+    same(out.t().contiguous(), whole, "two shards")
 
 
 @check
-def logprobs_differ_with_another_leaf_count_or_block() -> None:
-    logits, target = rand(200, 320, dtype=torch.float32, scale=3.0), torch.randint(0, 320, (200,))
-    want = logprobs(logits, target, 8, 16, rows_per_program=64)
-    other(logprobs(logits, target, 4, 16, rows_per_program=64), want, "leaves")
-    other(logprobs(logits, target, 8, 64, rows_per_program=64), want, "block")
+def logprobs_differ_with_another_leaf_count_or_temperature() -> None:
+    logits, target = rand(200, 1200, dtype=torch.float32, scale=3.0), torch.randint(0, 1200, (200,))
+    want = logprobs(logits, target, 4, rows=64)
+    other(logprobs(logits, target, 2, rows=64), want, "leaves")
+    warmth = torch.full((200,), 0.7)
+    divided = logprobs(logits / 0.7, target, 4, rows=64)
+    same(logprobs(logits, target, 4, rows=64, warmth=warmth), divided, "divided by an engine")
+    other(logprobs(logits * (1 / warmth[:, None]), target, 4, rows=64), divided, "times the reciprocal")
 
 
 def rope(x: Tensor, positions: Tensor, **free: Any) -> Tensor:

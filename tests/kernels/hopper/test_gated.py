@@ -23,6 +23,7 @@ SCRIPT = Path(__file__).with_name("gated.py")
 TOGETHER = (
     ("linear",),
     ("logprobs",),
+    ("linear_logprobs",),
     ("router", "router.sigmoid", "dispatch"),
     ("combine", "grouped_linear", "shared_gate"),
     ("rms_norm", "rms_norm_centred", "rms_norm_gated", "l2_norm"),
@@ -38,7 +39,8 @@ FAMILIES = (
 )
 FUNCTIONS = {
     "linear": "linear.mma_chain/1",
-    "logprobs": "logprobs.blocks/1",
+    "logprobs": "logprobs.blocks/2",
+    "linear_logprobs": "linear_logprobs.mma_blocks/1",
     "rms_norm": "rms_norm.pairs/1",
     "rms_norm_centred": "rms_norm.pairs_centred/1",
     "rms_norm_gated": "rms_norm.pairs_gated/1",

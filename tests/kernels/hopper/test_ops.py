@@ -13,7 +13,8 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 from isoexec.kernels.domain import DomainError
 from isoexec.kernels.linear.hopper import cublaslt, table, tuning
 from isoexec.kernels.linear.hopper.ops import linear
-from isoexec.kernels.logprobs.hopper.ops import merge, partials, token_logprobs
+from isoexec.kernels.linear_logprobs.hopper.ops import linear_logprobs, linear_logprobs_and_entropy
+from isoexec.kernels.logprobs.hopper.ops import token_logprobs, token_logprobs_and_entropy
 from isoexec.kernels.rms_norm.hopper.ops import add_rms_norm, rms_norm
 from isoexec.kernels.rope.hopper.ops import rope
 from isoexec.kernels.silu_mul.hopper.ops import silu_mul
@@ -28,21 +29,22 @@ def test_fake_outputs_have_the_shapes_and_dtypes_of_real_ones() -> None:
     logits = torch.empty(5, 151936, dtype=BF16, device="meta")
     ids = torch.empty(5, dtype=torch.int64, device="meta")
     half = torch.empty(8192, 64, device="meta")
-    m, s = partials(logits, leaves=8)
+    head = torch.empty(4096, 1024, dtype=BF16, device="meta")
     found = [
         rms_norm(x, w, 1e-6),
         *add_rms_norm(x, x, w, 1e-6),
         rope(heads, ids, half, half),
         silu_mul(*x.chunk(2, -1)),
-        *(m, s, merge(torch.empty(5, device="meta"), m, s), token_logprobs(logits, ids, vocab_leaves=8)),
+        *(token_logprobs(logits, ids, vocab_leaves=8), *token_logprobs_and_entropy(logits, ids, vocab_leaves=8)),
+        linear_logprobs(x, head, ids, vocab_leaves=8),
+        *linear_logprobs_and_entropy(x, head, ids, vocab_leaves=8),
         *(linear(x, torch.empty(4096, 1024, dtype=BF16, device="meta"), fp32_out=up) for up in (False, True)),
     ]
     assert [(tuple(t.shape), t.dtype) for t in found] == [
         *([((5, 1024), BF16)] * 3),
         ((5, 8, 128), BF16),
         ((5, 512), BF16),
-        *([((5, 8, 5), torch.float32)] * 2),
-        *([((5,), torch.float32)] * 2),
+        *([((5,), torch.float32)] * 6),
         ((5, 4096), BF16),
         ((5, 4096), torch.float32),
     ]
