@@ -233,7 +233,7 @@ def refusals(contract: str, dense_contract: str, first: str, dense: str) -> dict
         os.environ["ISOEXEC_ENFORCE"] = "combine=off"
 
     def natively() -> None:
-        os.environ["ISOEXEC_ENFORCE"] = "dispatch=observe,expert_linear=observe,combine=observe"
+        os.environ["ISOEXEC_ENFORCE"] = "dispatch=observe,expert_linear=observe,combine=observe,silu_mul=off"
 
     cases: dict[str, Callable[[], str]] = {
         "no_runner": functools.partial(build, no_runner, contract, first),

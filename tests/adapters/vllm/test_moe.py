@@ -252,7 +252,7 @@ PLANTED = {
     "a cast of the logits": ("aten::*to*", "model.layers.1.mlp*"),
     "a native activation": ("*", "model.layers.1.mlp.experts.routed_experts.act_fn"),
     "other products": ("aten::add", "model.layers.1.mlp.experts*"),
-    "the engine's choice": ("aten::*topk*", "model.layers.1.mlp*"),
+    "the engine's choice": ("aten::softmax", "model.layers.1.mlp*"),
 }
 
 
@@ -296,7 +296,7 @@ def test_natively_the_report_says_who_computes_and_the_digests_what_nobody_can_r
         ("dense_under_experts", r"architecture of \['Qwen3MoeForCausalLM'\]"),
         ("biased_choice", "router_normalize"),
         ("eight_experts", "experts"),
-        ("three_ranks", "TP 3"),
+        ("three_ranks", "engine TP is 3"),
     ],
 )
 def test_a_way_around_the_contract_ends_in_a_refusal(
