@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -23,9 +24,9 @@ from isoexec.adapters.demo.faults import FAULTS
 from isoexec.adapters.demo.job import Layout
 from isoexec.adapters.demo.phases import Stage, clear_run, fault_phase, plain_phase
 from isoexec.adapters.demo.report import PhaseResult, table, write
-from isoexec.adapters.demo.scenes import MATRIX, hybrid_scene, matrix_scene
+from isoexec.adapters.demo.scenes import EXPERTS, MATRIX, hybrid_scene, matrix_scene
 from isoexec.adapters.demo.services import Daemon, Prometheus
-from isoexec.adapters.demo.tiny import make_mimo, make_qwen3
+from isoexec.adapters.demo.tiny import make_mimo, make_qwen3, make_qwen3_moe
 from isoexec.contracts.schema import library
 from isoexec.contracts.window import REGIMES
 
@@ -35,6 +36,7 @@ _PHASES = ("monitor", "contract", "contract-tp2", "fault")
 _MODELS: dict[str, tuple[Callable[..., Path], str]] = {
     "qwen3": (make_qwen3, "qwen3-dense-cpu"),
     "mimo": (make_mimo, "mimo-dense-cpu"),
+    "qwen3-moe": (partial(make_qwen3_moe, chosen=3), "qwen3-moe-cpu"),
 }
 _SEED = 20
 
@@ -51,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model", choices=sorted(_MODELS), default="qwen3", help="the tiny model and its contract"
     )
     parser.add_argument(
-        "--cells", default=",".join(MATRIX), help=f"comma-separated, of the matrix's {', '.join(MATRIX)}"
+        "--cells", help=f"comma-separated, of the matrix's {', '.join(MATRIX)} (default: those the model has)"
     )
     parser.add_argument("--steps", type=int, default=6, help="watched steps a phase (default 6)")
     parser.add_argument("--engine-tp", type=int, choices=(1, 2), help="engine TP of the contract phases")
@@ -79,7 +81,9 @@ def run(argv: Sequence[str]) -> int:
     unknown = [p for p in phases if p not in _PHASES]
     if unknown or not phases:
         parser.error(f"--phases: wanted some of {', '.join(_PHASES)}, found {', '.join(unknown) or 'none'}")
-    cells = [c for c in args.cells.split(",") if c]
+    other = ("TP1xPP2",) if args.model == "qwen3-moe" else EXPERTS
+    chosen = [c for c in MATRIX if c not in other] if args.cells is None else args.cells.split(",")
+    cells = [c for c in chosen if c]
     if set(cells) - set(MATRIX) or not cells:
         parser.error(f"--cells: wanted some of {', '.join(MATRIX)}, found {args.cells or 'none'}")
     if args.steps < 2:

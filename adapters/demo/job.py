@@ -40,12 +40,16 @@ class Halted(Exception):  # noqa: N818 - it is how a job ends, not a failure of 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the job's two runtimes are laid out; ``engine`` holds further vLLM arguments."""
+    """How the job's two runtimes are laid out; ``engine`` holds further vLLM arguments.
+
+    ``trainer_ep`` is of a model with experts, whose slices take the tensor ranks that are left; 0 says nothing of it.
+    """
 
     engine_tp: int = 1
     trainer_tp: int = 1
     trainer_pp: int = 1
     trainer_cp: int = 1
+    trainer_ep: int = 0
     sequence_parallel: bool = False
     dtype: str = "bfloat16"
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -53,7 +57,9 @@ class Layout:
     def __str__(self) -> str:
         trainer = f"TP{self.trainer_tp}" + ("+SP" if self.sequence_parallel else "")
         trainer += f"+PP{self.trainer_pp}" if self.trainer_pp > 1 else ""
-        return f"TP{self.engine_tp} x {trainer}"
+        trainer += f"+EP{self.trainer_ep}" if self.trainer_ep > 1 else ""
+        whole = f"+EP{self.engine_tp}" if self.engine.get("enable_expert_parallel") else ""
+        return f"TP{self.engine_tp}{whole} x {trainer}"
 
 
 class Job:
@@ -137,6 +143,7 @@ class Job:
                         "tp": layout.trainer_tp,
                         "pp": layout.trainer_pp,
                         "cp": layout.trainer_cp,
+                        "ep": layout.trainer_ep,
                         "sequence_parallel": layout.sequence_parallel,
                         "model": str(self._model),
                         "contract": str(self._contract) if self._contract else None,

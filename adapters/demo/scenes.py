@@ -14,11 +14,14 @@ from isoexec.adapters.demo.report import PhaseResult
 from isoexec.adapters.demo.task import Task
 from isoexec.contracts.errors import IsoExecError
 
-__all__ = ["MATRIX", "hybrid_scene", "make_qwen3_next", "matrix_scene"]
+__all__ = ["EXPERTS", "MATRIX", "hybrid_scene", "make_qwen3_next", "matrix_scene"]
 
 _TOKENS = 20_000
 _PLAIN = Task(prompts=8, group=8)
 _LONG = replace(_PLAIN, prompt_lengths=(100, 131))
+
+EXPERTS = ("TP1xTP2+SP+EP2", "TP2+EP2xTP1")
+"""Cells of a model with experts; it has no pipeline of stages."""
 
 # name -> layout, task, whether requests are seeded (a seeded request with a chunked prompt crashes this engine on CPU)
 MATRIX: dict[str, tuple[Layout, Task, bool]] = {
@@ -27,6 +30,8 @@ MATRIX: dict[str, tuple[Layout, Task, bool]] = {
     "TP2xTP1": (Layout(engine_tp=2), _PLAIN, True),
     "TP1xTP2+SP": (Layout(trainer_tp=2, sequence_parallel=True), _PLAIN, True),
     "TP1xPP2": (Layout(trainer_pp=2), _PLAIN, True),
+    "TP1xTP2+SP+EP2": (Layout(trainer_tp=2, sequence_parallel=True, trainer_ep=2), _PLAIN, True),
+    "TP2+EP2xTP1": (Layout(engine_tp=2, engine={"enable_expert_parallel": True}), _PLAIN, True),
     "chunked": (
         Layout(engine={"enable_chunked_prefill": True, "max_num_batched_tokens": 96}),
         _LONG,

@@ -47,6 +47,7 @@ class TrainerHost:
         checkpoint: str,
         lr: float,
         cp: int = 1,
+        ep: int = 0,
     ) -> None:
         world = tp * pp * cp
         torch.set_num_threads(1)
@@ -56,7 +57,12 @@ class TrainerHost:
         self._client.connect()
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
         parallel_state.initialize_model_parallel(
-            tp, pp, context_parallel_size=cp, create_gloo_process_groups=False
+            tp,
+            pp,
+            context_parallel_size=cp,
+            expert_model_parallel_size=max(ep, 1),
+            expert_tensor_parallel_size=tp // max(ep, 1),
+            create_gloo_process_groups=False,
         )
         model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
         self._model = build(
