@@ -126,6 +126,7 @@ def exchanged(llm: Any, rollout: Any) -> dict[str, Any]:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     from isoexec.adapters.vllm import moe as ours
+    from isoexec.kernels.combine import combine
 
     layer = _layer(llm)
     runner, experts = layer.experts, layer.experts.routed_experts
@@ -153,7 +154,7 @@ def exchanged(llm: Any, rollout: Any) -> dict[str, Any]:
         "the order of the sum": attribute(
             experts.combine,
             "forward",
-            lambda y, weights: ours.combine(
+            lambda y, weights: combine(
                 y.view(*weights.shape, -1).flip(1).reshape(y.shape), weights.flip(1).contiguous()
             ),
         ),
