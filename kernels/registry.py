@@ -320,7 +320,7 @@ _ALL = (
     Function(
         id="logprobs.leaves",
         version=1,
-        kernels=(_cpu("logprobs", "log_softmax", "token_logprobs"),),
+        kernels=(_cpu("logprobs", "entropy", "log_softmax", "temper", "token_logprobs"),),
         free=("vocab_leaves",),
     ),
     Function(

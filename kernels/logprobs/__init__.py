@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from isoexec.kernels.logprobs.entropy import entropy, temper
 from isoexec.kernels.logprobs.ops import log_softmax, token_logprobs
 
-__all__ = ["log_softmax", "token_logprobs"]
+__all__ = ["entropy", "log_softmax", "temper", "token_logprobs"]

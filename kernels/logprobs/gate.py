@@ -14,7 +14,7 @@ from isoexec.kernels.gates import Gate, Run
 from isoexec.kernels.gates.inputs import DTYPES, fill, ids, nudged, shuffled, wide
 from isoexec.kernels.gates.recipes import close, company, gradients, reruns, trainer_forwards
 from isoexec.kernels.groups import all_reduce, gather_rows, name_of
-from isoexec.kernels.logprobs import log_softmax, naive, token_logprobs
+from isoexec.kernels.logprobs import entropy, log_softmax, naive, temper, token_logprobs
 from isoexec.kernels.sums import halving_tree, pair_tree
 
 GATE = Gate("logprobs.leaves/1", "cpu")
@@ -40,6 +40,11 @@ def _running(logits: Tensor, leaves: int) -> Tensor:
     for leaf in torch.exp(z).chunk(4 * leaves, -1):
         total = total + leaf.sum(-1)
     return z - torch.log(total).unsqueeze(-1)
+
+
+def _spread(z: Tensor) -> Tensor:
+    every = torch.log_softmax(z, -1)
+    return -(every.exp() * every).sum(-1)
 
 
 @GATE.check("conformance")
@@ -108,6 +113,18 @@ def shards(rank: int, size: int, group: ProcessGroup | None, dtype: torch.dtype,
     return gradients(call, [own], fill(40, 5, salt=16))
 
 
+def spreads(
+    rank: int, size: int, group: ProcessGroup | None, dtype: torch.dtype, leaves: int
+) -> list[Tensor]:
+    """Entropy at a temperature and its gradient with this rank's part of the vocabulary."""
+    logits, _ = _inputs(200, 48 * leaves, dtype)
+    heat = 0.5 + fill(200, salt=17).abs()
+    own = logits.chunk(size, -1)[rank].contiguous()
+    return gradients(
+        lambda z: entropy(temper(z, heat), group, vocab_leaves=leaves), [own], fill(200, salt=16)
+    )
+
+
 def faults(rank: int, size: int, group: ProcessGroup | None, leaves: int) -> dict[str, Tensor]:
     """Sums of exponentials joined wrongly over ranks: added up as they come, in another order, over uneven leaves."""
     logits, _ = _inputs(2000, 48 * leaves)
@@ -134,6 +151,12 @@ def _partition(run: Run) -> None:
         out, dz = run.ranks(1, shards, dtype, leaves)[0]
         for size in run.over("TP", [s for s in (1, 2, 4) if s <= leaves]):
             outs, dzs = zip(*run.ranks(size, shards, dtype, leaves), strict=True)
+            for got in outs:
+                run.equal(got, out)
+            run.equal(torch.cat(dzs, -1), dz)
+        out, dz = run.ranks(1, spreads, dtype, leaves)[0]
+        for size in [s for s in (2, 4) if s <= leaves]:
+            outs, dzs = zip(*run.ranks(size, spreads, dtype, leaves), strict=True)
             for got in outs:
                 run.equal(got, out)
             run.equal(torch.cat(dzs, -1), dz)
@@ -222,6 +245,10 @@ def _backward(run: Run) -> None:
                 call_few = partial(token_logprobs, target=target[:rows], vocab_leaves=leaves)
                 run.equal(gradients(call_few, [logits[:rows]], g[:rows]), [out[:rows], dz[:rows]])
             close(run, call, lambda z: _pick(torch.log_softmax(z, -1), target), [logits], g)
+            spread = partial(entropy, vocab_leaves=leaves)
+            _, dh = gradients(spread, [logits], g)
+            run.equal(gradients(spread, [logits[:7]], g[:7])[1], dh[:7])
+            close(run, spread, _spread, [logits], g)
     run.control(
         "gradient_without_the_target",
         dz - g.unsqueeze(1) * torch.zeros_like(dz).scatter_(1, target.unsqueeze(1), 1.0),

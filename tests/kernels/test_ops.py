@@ -89,6 +89,15 @@ ARGUMENTS = {
     "attention_paged": _paged,
     "log_softmax": lambda: (fill(5, 64, salt=1), 8),
     "token_logprobs": lambda: (_grad(5, 64, salt=1), torch.arange(5), "", 8),
+    "temper": lambda: (_grad(5, 64, salt=1), fill(5, salt=3).abs() + 1),
+    "entropy": lambda: (_grad(5, 64, salt=1), "", 8),
+    "entropy_grad": lambda: (
+        fill(5, salt=1),
+        fill(5, 64, salt=2),
+        fill(5, salt=3) + 1,
+        fill(5, salt=4).abs() + 1,
+        -fill(5, salt=5).abs(),
+    ),
     "token_logprobs_grad": lambda: (
         fill(5, salt=1),
         fill(5, 64, salt=2),
