@@ -489,7 +489,8 @@ def registered() -> dict[str, str]:
     for regions, base, _ in _SWAPS:
         there = op_registry_oot.get(base.__name__, base)
         found |= dict.fromkeys(regions, f"{there.__module__}.{there.__qualname__}")
-    found |= dict.fromkeys(("router", "expert_linear"), owner)
-    found |= dict.fromkeys(("routing", "dispatch", "combine"), _moe().registered())
+    if _has_experts():
+        found |= dict.fromkeys(("router", "expert_linear"), owner)
+        found |= dict.fromkeys(("routing", "dispatch", "combine"), _moe().registered())
     found["attention"] = AttentionBackendEnum.CPU_ATTN.get_path()
     return found

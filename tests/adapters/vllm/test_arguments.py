@@ -155,3 +155,22 @@ def test_without_a_contract_the_plugin_registers_nothing() -> None:
     plugin.register()
     assert state.active() is None
     assert not {m for m in set(sys.modules) - before if m.startswith("vllm")}
+
+
+@pytest.mark.parametrize(
+    ("user", "experts", "degrees"),
+    [
+        ({"tensor_parallel_size": 2}, False, (1, 1)),
+        ({"tensor_parallel_size": 2}, True, (1, 2)),
+        ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, True, (2, 1)),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, True, (1, 4)),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}, True, (4, 1)),
+    ],
+)
+def test_experts_are_whole_on_a_rank_or_in_slices_over_all_of_them(
+    user: dict[str, Any], experts: bool, degrees: tuple[int, int]
+) -> None:
+    from isoexec.adapters.vllm.topology import asked_topology
+
+    found = asked_topology(user, experts=experts)
+    assert (found["EP"], found["ETP"]) == degrees
