@@ -112,11 +112,13 @@ def chosen(one: Schedule) -> None:
 
 
 def operands(M: int, N: int, K: int, seed: int) -> tuple[Tensor, Tensor]:
+    """The first terms are large and the last take them away again, so another order of the rest shows after rounding too."""
     generator = torch.Generator().manual_seed(seed)
-    return (
-        torch.randn(M, K, generator=generator).to(BF16),
-        (torch.randn(N, K, generator=generator) / K**0.5).to(BF16),
-    )
+    x = torch.randn(M, K, generator=generator).to(BF16)
+    w = (torch.randn(N, K, generator=generator) / K**0.5).to(BF16)
+    x[:, :16] *= 2.0**16
+    x[:, -16:], w[:, -16:] = -x[:, :16], w[:, :16]
+    return x, w
 
 
 def part(x: Tensor, dim: int) -> Tensor:
@@ -238,6 +240,37 @@ def the_count_of_launches_may_wrap() -> None:
     dist.barrier()
     row_products((CHAINS[0], GATHERED[1], CHAINS[1]), (2 * dist.get_world_size(),))
     assert int(room.state[0]) < 0
+
+
+@check
+def nothing_is_written_into_a_peer_that_has_not_finished() -> None:
+    """Ranks that wait for room give up, one after the other; the group starts again afterwards."""
+    room, rank = buffers.room_of(name_of(group())), dist.get_rank()
+    x, w = operands(4, 48, 64 * dist.get_world_size(), 3)
+    for one in (CHAINS[0], CHAINS[2]):
+        chosen(one)
+        room.inbox(rank).fill_(7.0)
+        dist.barrier()
+        if rank == 0:
+            patience = room.patience
+            object.__setattr__(room, "patience", 2000)
+            room.memory.view(rank, torch.int32, 0, protocol.MOST_RANKS).sub_(1)
+            ops.row_product(part(x, 1), part(w, 1), group())
+            lost = None
+            try:
+                ops.check()
+            except buffers.PeerLostError as error:
+                lost = error
+            assert lost is not None, "a rank that wrote without room went unnoticed"
+            assert lost.what == "room for its results", lost
+            object.__setattr__(room, "patience", patience)
+        dist.barrier()
+        assert bool((room.inbox(rank) == 7.0).all()), "written into without room"
+        room.memory.view(rank, torch.int32, 0, protocol.WORDS).zero_()
+        room.state.zero_()
+        room.mirror.zero_()
+        dist.barrier()
+    row_products(CHAINS[:1], (4,))
 
 
 @check

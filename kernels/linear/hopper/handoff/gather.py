@@ -94,7 +94,8 @@ def by_rows(
     """`out` = the product over every rank's K, this rank computing rows [rank * per, (rank + 1) * per) in `blocks`.
 
     `x [M, k]` and `w [N, k]` (`[k, N]` where turned) hold this rank's k = K / ranks in `laps` parts; parts of a lap are in rank
-    order, laps in order. `out` is [M, N] where `each` rank gets all, else [M / ranks, N].
+    order, laps in order. `out` is [M, N] where `each` rank gets all, else [M / ranks, N]. Copies go on after a peer is lost, so
+    one that comes back later than the room's patience may compute from them; its next product then says that the group is lost.
     """
     M, k = x.shape
     N = out.shape[1]

@@ -183,22 +183,22 @@ def chain_kernel(
                 result = acc.to(out.dtype.element_ty)
                 if EACH:
                     tl.store(out + at, result, mask=real)
-                    for peer in tl.static_range(RANKS - 1):
-                        tl.store(results + _apart(bases, peer, RANK, BYTES) + at, result, mask=real)
-                    tl.debug_barrier()
                     if alive != 0:
+                        for peer in tl.static_range(RANKS - 1):
+                            tl.store(results + _apart(bases, peer, RANK, BYTES) + at, result, mask=real)
                         for peer in tl.static_range(RANKS - 1):
                             tell(words_of(bases, peer) + _READY + t, last + LAPS)
                 else:
+                    # where the owner may still read its results, they go to this rank's own, which nobody reads
                     mine = (out.to(tl.int64) - results.to(tl.int64)) // BYTES
-                    there = tl.where(owner == RANK, mine, _apart(bases, owner, RANK, BYTES))
+                    there = tl.where(alive != 0, _apart(bases, owner, RANK, BYTES), 0)
+                    there = tl.where(owner == RANK, mine, there)
                     tl.store(results + tl.multiple_of(there, 16) + at, result, mask=real)
                     if (owner != RANK) & (alive != 0):
                         tell(words_of(bases, owner) + _READY + t, last + LAPS)
-            else:
+            elif alive != 0:  # else the next rank may still read what lies there
                 tl.store(outbox + t * SIZE + flat, pack(acc, A, B, W))
-                if alive != 0:
-                    tell(words_of(bases, NEXT) + _CAME + t, last + lap + 1)
+                tell(words_of(bases, NEXT) + _CAME + t, last + lap + 1)
     if RANK != LAST:
         for t in range(pid, tiles, programs):
             i, j = _place(t, row_tiles, column_tiles, GROUP)

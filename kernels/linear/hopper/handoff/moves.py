@@ -281,13 +281,14 @@ def spread_kernel(
     for turn in tl.static_range(RANKS):
         peer = (RANK + 1 + turn) % RANKS
         apart = tl.multiple_of((tl.load(bases + peer) - tl.load(bases + RANK)) // BYTES, 16)
-        for start in range(0, width, WIDTH):
-            col = start + tl.arange(0, WIDTH)[None, :]
-            real = (row < rows) & (col < width)
-            value = tl.load(src + (row + peer * step) * width + col, mask=real)
-            tl.store(area + apart + row * pitch + RANK * width + col, value, mask=real)
-        if peer != RANK and alive != 0:
-            tell(words_of(bases, peer) + _CAME + pid * RANKS + RANK, last + 1)
+        if alive != 0:  # else the peer may still read what lies there
+            for start in range(0, width, WIDTH):
+                col = start + tl.arange(0, WIDTH)[None, :]
+                real = (row < rows) & (col < width)
+                value = tl.load(src + (row + peer * step) * width + col, mask=real)
+                tl.store(area + apart + row * pitch + RANK * width + col, value, mask=real)
+            if peer != RANK:
+                tell(words_of(bases, peer) + _CAME + pid * RANKS + RANK, last + 1)
     tl.debug_barrier()  # this program reads its own share below
     for turn in tl.static_range(RANKS):
         peer = (RANK + 1 + turn) % RANKS
