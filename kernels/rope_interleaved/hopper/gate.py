@@ -11,14 +11,12 @@ from isoexec.kernels.rope_interleaved.hopper.ops import rope, tables
 
 GATE = Gate("rope.interleaved_fp32/1", "sm90")
 
-hang_rope(
-    GATE,
-    Rotation(
-        op=rope,
-        spec=rotate,
-        tables=tables,
-        launch=launch,
-        interleaved=True,
-        shapes=((20, 64, 64, 1e6), (1, 64, 64, 1e6), (8, 128, 64, 1e6)),
-    ),
+ROTATION = Rotation(
+    op=rope,
+    spec=rotate,
+    tables=tables,
+    launch=launch,
+    interleaved=True,
+    shapes=((20, 64, 64, 1e6), (1, 64, 64, 1e6), (8, 128, 64, 1e6)),
 )
+hang_rope(GATE, ROTATION)

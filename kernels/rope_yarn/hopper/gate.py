@@ -44,15 +44,12 @@ def _table(run: Run) -> None:
     run.control("another_factor", list(wide(DEEPSEEK, run.device)), list(wide(SCALED, run.device)))
 
 
-hang_rope(
-    GATE,
-    Rotation(
-        op=rope,
-        spec=rotate,
-        tables=_tables,
-        launch=launch,
-        interleaved=True,
-        shapes=((16, 64, 64, 1e4), (1, 64, 64, 1e4), (4, 192, 64, 1e4)),
-    ),
-    more=_table,
+ROTATION = Rotation(
+    op=rope,
+    spec=rotate,
+    tables=_tables,
+    launch=launch,
+    interleaved=True,
+    shapes=((16, 64, 64, 1e4), (1, 64, 64, 1e4), (4, 192, 64, 1e4)),
 )
+hang_rope(GATE, ROTATION, more=_table)

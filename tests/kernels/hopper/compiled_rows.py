@@ -102,7 +102,14 @@ def _ropes(compiled: Compile) -> dict[str, dict[str, Any]]:
         ("rope partial", 16, 256, 32, 16, 2, {"SECTIONS": True, "REST": 256}),
         ("rope interleaved", 16, 64, 32, 16, 1, {"INTERLEAVED": True, "REVERSE": True}),
     ):
-        cut = {"HEADS": heads, "WIDTH": width, "HALF": half, "PADDED": half, "BLOCK": block, "TOKENS": tokens}
+        cut: dict[str, Any] = {
+            "HEADS": heads,
+            "WIDTH": width,
+            "HALF": half,
+            "PADDED": half,
+            "BLOCK": block,
+            "TOKENS": tokens,
+        }
         cut |= {"REST": 0, "SECTIONS": False, "INTERLEAVED": False, "REVERSE": False, "EVICT": ""}
         found[name] = compiled(rope.rope_kernel, types, cut | changed, num_warps=4, enable_fp_fusion=False)
     return found

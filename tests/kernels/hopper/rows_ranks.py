@@ -81,7 +81,8 @@ def same(got: Tensor, want: Tensor) -> str:
 def main() -> None:
     results: dict[str, str] = {}
     # 48 tokens on two ranks are chains and no whole trees of two, 64 are trees
-    for shard, tokens, dim in (("sequence", 96, 0), ("sequence", 64, 0), ("heads", 20, 2)):
+    shared: tuple[tuple[Shard, int, int], ...] = (("sequence", 96, 0), ("sequence", 64, 0), ("heads", 20, 2))
+    for shard, tokens, dim in shared:
         whole = norm(0, 1, None, shard, tokens)
         parts = ranks.launch(2, norm, (shard, tokens))
         name = f"norm {shard} {tokens}"
