@@ -275,7 +275,7 @@ def _native(name: str, kind: type) -> Callable[[Any], Undo]:
     def work(model: Any) -> Undo:
         owner = _layer(model) if name != "mlp" else model.decoder.layers[1]
         before = getattr(owner, name)
-        native = object.__new__(kind)
+        native: Any = object.__new__(kind)
         native.__dict__.update(vars(before))
         setattr(owner, name, native)
         return lambda: setattr(owner, name, before)
@@ -294,9 +294,7 @@ TAMPERED: dict[str, tuple[Callable[[Any], Undo], str, str]] = {
         lambda m: _set(
             _layer(m).router,
             "compute_routing",
-            MethodType(
-                lambda self, logits, k: ContractRouter.compute_routing(self, logits, k), _layer(m).router
-            ),
+            MethodType(ContractRouter.compute_routing, _layer(m).router),
         ),
         "routing",
         "decoder.layers.1.mlp.router.compute_routing was set on the object",
