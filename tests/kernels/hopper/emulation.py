@@ -63,8 +63,14 @@ interpreter.InterpreterBuilder.create_dot = _dot
 interpreter.InterpreterBuilder.cast_impl = _exactly
 
 
+_patched: set[str] = set()
+
+
 def _called(self: Any, *args: Any, **kwargs: Any) -> Any:
     """A function that a kernel calls: the language is already patched for the kernel, and looking again is most of the time."""
+    if (module := self.fn.__module__).startswith("triton.") and module not in _patched:
+        _patched.add(module)  # Triton's own functions see the language by another name; that stays patched
+        interpreter._patch_lang(self.fn)
     return self.rewrite()(*args, **kwargs)
 
 
