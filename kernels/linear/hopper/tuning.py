@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the few-row chain's tiles against cuBLASLt for each weight and makes the entries of `table.json`."""
+"""Measures tiles against cuBLASLt for each weight and product, and makes the entries of `table.json`.
+
+Forward products take tiles of the few-row kernel; gradients and products that go on from an accumulator those of `chains`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ import torch
 import triton
 
 from isoexec.kernels.hopper.timing import capture, copies_for, replay_times
-from isoexec.kernels.linear.hopper import cublaslt
+from isoexec.kernels.linear.hopper import chains, cublaslt
 from isoexec.kernels.linear.hopper.kernel import Kind, Tile, launch
+from isoexec.kernels.linear.hopper.table import PRODUCTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -24,7 +28,19 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["BUCKETS", "WEIGHTS", "candidates", "extend", "tune"]
+    from isoexec.kernels.linear.hopper.chains import Layout
+    from isoexec.kernels.linear.hopper.table import Product
+
+__all__ = [
+    "BUCKETS",
+    "CHAIN_TILES",
+    "WEIGHTS",
+    "candidates",
+    "extend",
+    "extend_products",
+    "tune",
+    "tune_products",
+]
 
 # name, N, K: Qwen3-0.6B, Qwen3-8B, Qwen3.5-35B-A3B with its gated attention and Gated DeltaNet, and what Qwen3-30B-A3B and
 # MiMo-7B have beside these
@@ -83,6 +99,36 @@ _CUTS: dict[Kind, tuple[tuple[int, int, int, int], ...]] = {  # columns, depth, 
         (128, 128, 8, 4),
     ),
 }
+
+# rows for which a choice of another product is measured; the last serves all that are more, but a head's
+PRODUCT_BUCKETS: dict[Product, tuple[int, ...]] = {
+    "input": (1, 16, 64, 128, 1024, 8192),
+    "weight": (16, 128, 1024, 8192),
+    "continue": (1, 16, 64, 128, 512, 1024, 8192),
+}
+HEAD = 32768  # outputs from which a weight is a head's: never row-parallel, and rows are fewer here
+HEAD_ROWS = 1024
+# kind, rows, columns, depth, warps, stages: few rows first, then many
+_CHAIN_CUTS: tuple[tuple[Kind, int, int, int, int, int], ...] = (
+    ("swapped", 16, 64, 128, 4, 6),
+    ("swapped", 16, 64, 256, 4, 4),
+    ("swapped", 16, 128, 64, 4, 8),
+    ("swapped", 32, 64, 128, 4, 6),
+    ("swapped", 64, 64, 128, 4, 4),
+    ("swapped", 64, 128, 64, 4, 6),
+    ("maps", 64, 64, 128, 4, 4),
+    ("maps", 64, 128, 64, 4, 6),
+    ("maps", 64, 256, 64, 8, 4),
+    ("maps", 128, 64, 64, 4, 6),
+    ("maps", 128, 128, 64, 8, 4),
+    ("maps", 128, 128, 64, 4, 4),
+    ("maps", 256, 128, 64, 8, 3),
+    ("maps", 128, 256, 64, 8, 3),
+)
+CHAIN_TILES = tuple(
+    Tile(kind=kind, rows=rows, columns=columns, depth=depth, warps=warps, stages=stages)
+    for kind, rows, columns, depth, warps, stages in _CHAIN_CUTS
+)
 
 
 def candidates(M: int) -> list[Tile]:
@@ -156,6 +202,103 @@ def tune(weights: Iterable[tuple[str, int, int]], say: Callable[..., None]) -> l
     return entries
 
 
+def _fits(tile: Tile, M: int, layout: Layout) -> bool:
+    """Whether a tile is worth a trial: one for few rows is not for many; a weight gradient's rows are always many."""
+    if layout == "weight":
+        return tile.rows >= 64
+    return tile.rows <= 2 * max(16, M) and (M <= 512 or tile.rows >= 64)
+
+
+def _operands(layout: Layout, M: int, N: int, K: int) -> tuple[Tensor, Tensor]:
+    def rand(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
+
+    if layout == "forward":
+        return rand(M, K), rand(N, K)
+    return (rand(M, N), rand(N, K)) if layout == "input" else (rand(M, N), rand(M, K))
+
+
+_LIBRARY: dict[Layout, Callable[..., Tensor]] = {
+    "forward": cublaslt.linear,
+    "input": cublaslt.input_gradient,
+    "weight": cublaslt.weight_gradient,
+}
+
+
+def _product_steps(product: Product, N: int, K: int, say: Callable[..., None]) -> list[dict[str, Any]]:
+    layout: Layout = "forward" if product == "continue" else product
+    wide = torch.float32 if product == "continue" else torch.bfloat16
+    steps: list[dict[str, Any]] = []
+    buckets = [M for M in PRODUCT_BUCKETS[product] if N < HEAD or M <= HEAD_ROWS]
+    for M in buckets:
+        rows, columns = {"forward": (M, N), "input": (M, K), "weight": (N, K)}[layout]
+        touched = 2 * (M * N + N * K + M * K)
+        copies = min(8, copies_for(touched))
+        held = [_operands(layout, M, N, K) for _ in range(copies)]
+        out = torch.empty(rows, columns, dtype=wide, device="cuda")
+        acc = torch.zeros(rows, columns, device="cuda") if product == "continue" else None
+
+        def chain(i: int, tile: Tile, held: Any = held, out: Tensor = out, acc: Tensor | None = acc) -> None:
+            a, b = held[i]
+            chains.launch(layout, a, b, acc, out, tile)
+
+        def library(i: int, held: Any = held) -> None:
+            a, b = held[i]
+            _LIBRARY[layout](a, b, wide)
+
+        fitting = []
+        for tile in (t for t in CHAIN_TILES if _fits(t, M, layout)):
+            try:
+                chain(0, tile)
+                torch.cuda.synchronize()
+            except Exception as error:  # noqa: BLE001 - a tile that does not build is left out, and said
+                say("left out", product, N, K, tile, repr(error)[:120])
+                continue
+            fitting.append(tile)
+        graphs = [capture(library, copies), *(capture(partial(chain, tile=t), copies) for t in fitting)]
+        library_us, *spans = (round(us, 2) for us in replay_times(graphs, copies, replays=5))
+        us, best = min(zip(spans, fitting, strict=True), key=lambda pair: pair[0])
+        ours = product == "continue" or buckets[0] == M or us < _WORTH * library_us
+        last = buckets[-1] == M
+        limit = None if last and N < HEAD else M
+        steps.append(
+            {"up_to": limit, "tile": asdict(best) if ours else None, "us": us, "library_us": library_us}
+        )
+        del held, out, acc, graphs
+        torch.cuda.empty_cache()
+    while steps[-1]["tile"] is None:
+        steps.pop()
+    return steps
+
+
+def tune_products(
+    weights: Iterable[tuple[str, int, int]], say: Callable[..., None], products: Iterable[Product] = PRODUCTS
+) -> dict[str, list[dict[str, Any]]]:
+    """Entries (name, N, K, steps) by product. Needs `cublaslt.claim()` and a GPU."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for product in products:
+        found[product] = []
+        for name, N, K in weights:
+            if product == "continue" and N >= HEAD:
+                continue
+            steps = _product_steps(product, N, K, say)
+            say("tuned", product, name, *(f"M{s['up_to']} {s['us']}/{s['library_us']}" for s in steps))
+            found[product].append({"name": name, "N": N, "K": K, "steps": steps})
+    return found
+
+
+def extend_products(path: Path, say: Callable[..., None], *, every: bool = False) -> None:
+    """Measure gradients and continued products of the weights that the table lacks, or of `every` one anew, and write them."""
+    table = json.loads(path.read_text())
+    held: dict[str, list[dict[str, Any]]] = {} if every else table.get("products", {})
+    for product in PRODUCTS:
+        have = {(e["N"], e["K"]): e for e in held.get(product, [])}
+        lacking = [one for one in WEIGHTS if one[1:] not in have]
+        have |= {(e["N"], e["K"]): e for e in tune_products(lacking, say, [product])[product]}
+        held[product] = [have[N, K] for _, N, K in WEIGHTS if (N, K) in have]
+        path.write_text(json.dumps({**table, "products": held}, indent=1) + "\n")
+
+
 def extend(path: Path, say: Callable[..., None], *, every: bool = False) -> None:
     """Add the weights that the table lacks, or measure `every` one anew. Needs `cublaslt.claim()` and a GPU."""
     held = {} if every else {(e["N"], e["K"]): e for e in json.loads(path.read_text())["weights"]}
@@ -170,4 +313,6 @@ def extend(path: Path, say: Callable[..., None], *, every: bool = False) -> None
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
     entries = [held[N, K] for _, N, K in WEIGHTS]
-    path.write_text(json.dumps({**facts, "weights": entries}, indent=1) + "\n")
+    others = json.loads(path.read_text()).get("products")
+    products = {"products": others} if others else {}
+    path.write_text(json.dumps({**facts, "weights": entries, **products}, indent=1) + "\n")
