@@ -123,7 +123,7 @@ class Batch:
         parts = [slice(a, b) for a, b in pairwise(self.starts)]
         given = {"kv_segment": self.S, "sinks": sinks, **free}
         return torch.cat(
-            [kernel.reference(self.q[p], self.k[p], self.v[p], self.scale, **given) for p in parts]
+            [kernel.reference(self.q[p], self.k[p], self.v[p], self.scale, **given)[0] for p in parts]
         )
 
 

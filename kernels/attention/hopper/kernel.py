@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from isoexec.kernels.attention.hopper.naive import BLOCK, LN2, constants
-from isoexec.kernels.hopper.arithmetic import exp, power_of_two
+from isoexec.kernels.hopper.arithmetic import exp, log, power_of_two
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +42,17 @@ def _unary(x: tl.tensor, NAME: tl.constexpr, HARDWARE: tl.constexpr) -> tl.tenso
         if NAME == "lg2":
             return tl.log2(x)
         return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+
+
+@triton.jit
+def lane_total(lanes: tl.tensor) -> tl.tensor:
+    """[rows, 4] -> [rows]: (l_0 + l_2) + (l_1 + l_3)."""
+    lane = tl.arange(0, 4)[None, :]
+    l0 = tl.sum(tl.where(lane == 0, lanes, 0.0), axis=1)
+    l1 = tl.sum(tl.where(lane == 1, lanes, 0.0), axis=1)
+    l2 = tl.sum(tl.where(lane == 2, lanes, 0.0), axis=1)
+    l3 = tl.sum(tl.where(lane == 3, lanes, 0.0), axis=1)
+    return (l0 + l2) + (l1 + l3)
 
 
 @triton.jit(do_not_specialize=["R", "n", "visible"])
@@ -88,7 +99,6 @@ def segment_kernel(
     cs = tl.full([ROWS, WIDTH], 1.0, tl.float32) * c
     blocks = tl.cdiv(tl.minimum(visible + first + ROWS - 1, n), KEYS)
     place = tl.arange(0, WIDTH // 4)
-    lane = tl.arange(0, 4)
     for i in range(blocks):
         start = i * KEYS if ASCENDING else (blocks - 1 - i) * KEYS
         key = start + col
@@ -115,11 +125,7 @@ def segment_kernel(
         )
         o = tl.dot(p.to(tl.bfloat16), vx, o * r[:, None])
         m = high
-    l0 = tl.sum(tl.where(lane[None, :] == 0, lanes, 0.0), axis=1)
-    l1 = tl.sum(tl.where(lane[None, :] == 1, lanes, 0.0), axis=1)
-    l2 = tl.sum(tl.where(lane[None, :] == 2, lanes, 0.0), axis=1)
-    l3 = tl.sum(tl.where(lane[None, :] == 3, lanes, 0.0), axis=1)
-    total = (l0 + l2) + (l1 + l3)
+    total = lane_total(lanes)
     y = o * _unary(total, "rcp", HARDWARE)[:, None]
     at = row.to(tl.int64)[:, None] * o_row + h * o_head + d[None, :]
     tl.store(out + at, y.to(tl.bfloat16), mask=(row < R)[:, None])
@@ -140,7 +146,7 @@ def _merged(
     return tl.where(live[:, None], added, acc), tl.where(live, total + w, total)
 
 
-@triton.jit(do_not_specialize=["kv_segment"])
+@triton.jit(do_not_specialize=["kv_segment", "window"])
 def merge_kernel(
     own: tl.tensor,
     own_lse: tl.tensor,
@@ -149,7 +155,9 @@ def merge_kernel(
     position: tl.tensor,
     sinks: tl.tensor,
     out: tl.tensor,
+    whole_lse: tl.tensor,
     kv_segment: tl.tensor,
+    window: tl.tensor,
     heads: tl.tensor,
     own_row: tl.tensor,
     own_head: tl.tensor,
@@ -161,6 +169,7 @@ def merge_kernel(
     pl_head: tl.tensor,
     out_row: tl.tensor,
     out_head: tl.tensor,
+    wl_head: tl.tensor,
     part_total: tl.tensor,
     SLOTS: tl.constexpr,
     D: tl.constexpr,
@@ -168,24 +177,29 @@ def merge_kernel(
     SEPARATE: tl.constexpr,
     SINK: tl.constexpr,
     TOTALS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    LSE: tl.constexpr,
     HARDWARE: tl.constexpr,
 ) -> None:
     t = tl.program_id(0).to(tl.int64)
-    last = (tl.load(position + t) // kv_segment).to(tl.int32)
+    at = tl.load(position + t)
+    last = (at // kv_segment).to(tl.int32)
+    first = (tl.maximum(at - window + 1, 0) // kv_segment).to(tl.int32) if WINDOWED else 0
     if last > 0 or SINK or not SEPARATE:
         h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         some = h < heads
         d = tl.arange(0, D)
         part = parts + t * part_row + h[:, None] * part_head + d[None, :]
         part_l = part_lse + h * pl_head + t
-        # with SEPARATE the row's own segment stands apart and `parts` hold those before it
-        count = tl.zeros([HEADS], tl.int32) + (last if SEPARATE else last + 1)
+        # with SEPARATE the row's own segment stands apart and `parts` hold those before it; else segment j is in j % SLOTS
+        count = tl.zeros([HEADS], tl.int32) + (last if SEPARATE else last + 1 - first)
         top = tl.full([HEADS], float("-inf"), tl.float32)
         if SEPARATE:
             own_l = tl.load(own_lse + h * ol_head + t, mask=some, other=0.0)
             top = own_l
         for j in tl.static_range(SLOTS):
-            lj = tl.load(part_l + j * pl_slot, mask=some & (j < count), other=float("-inf"))
+            slot = tl.zeros([], tl.int64) + ((first + j) % SLOTS if WINDOWED else j)
+            lj = tl.load(part_l + slot * pl_slot, mask=some & (j < count), other=float("-inf"))
             top = tl.maximum(top, lj)
         if SINK:
             sink = tl.load(sinks + h, mask=some, other=0.0)
@@ -194,10 +208,11 @@ def merge_kernel(
         total = tl.zeros([HEADS], tl.float32)
         for j in tl.static_range(SLOTS):
             live = j < count
-            lj = tl.load(part_l + j * pl_slot, mask=some & live, other=0.0)
-            oj = tl.load(part + j * part_slot, mask=(some & live)[:, None], other=0.0).to(tl.float32)
+            slot = tl.zeros([], tl.int64) + ((first + j) % SLOTS if WINDOWED else j)
+            lj = tl.load(part_l + slot * pl_slot, mask=some & live, other=0.0)
+            oj = tl.load(part + slot * part_slot, mask=(some & live)[:, None], other=0.0).to(tl.float32)
             if TOTALS:
-                tj = tl.load(part_total + h * pl_head + t + j * pl_slot, mask=some & live, other=1.0)
+                tj = tl.load(part_total + h * pl_head + t + slot * pl_slot, mask=some & live, other=1.0)
                 oj = (oj * _unary(tj, "rcp", HARDWARE)[:, None]).to(tl.bfloat16).to(tl.float32)
             acc, total = _merged(oj, exp(lj - top), acc, total, live)
         if SEPARATE:
@@ -209,11 +224,14 @@ def merge_kernel(
             total = total + exp(sink - top)
         y = tl.div_rn(acc, tl.broadcast_to(total[:, None], (HEADS, D))).to(tl.bfloat16)
         if not SEPARATE and not SINK:
-            alone = tl.load(part, mask=some[:, None], other=0.0)
+            slot = tl.zeros([], tl.int64) + (first % SLOTS if WINDOWED else 0)
+            alone = tl.load(part + slot * part_slot, mask=some[:, None], other=0.0)
             if TOTALS:
-                tj = tl.load(part_total + h * pl_head + t, mask=some, other=1.0)
+                tj = tl.load(part_total + h * pl_head + t + slot * pl_slot, mask=some, other=1.0)
                 alone = alone * _unary(tj, "rcp", HARDWARE)[:, None]
-            y = tl.where(last == 0, alone.to(tl.bfloat16), y)
+            y = tl.where(last == first, alone.to(tl.bfloat16), y)
+        if LSE:
+            tl.store(whole_lse + h * wl_head + t, top + log(total), mask=some)
         tl.store(out + t * out_row + h[:, None] * out_head + d[None, :], y, mask=some[:, None])
 
 
@@ -343,14 +361,17 @@ def launch_merge(
     out: Tensor,
     *,
     kv_segment: int,
+    window: int = 0,
     totals: Tensor | None = None,
+    whole_lse: Tensor | None = None,
     hardware: bool = True,
 ) -> None:
-    """Merge each row's segments into `out [T, H, D]`.
+    """Merge each row's segments into `out [T, H, D]`, and its log-sum-exp into `whole_lse [H, T]` where that is given.
 
     With `own [T, H, D]` and `own_lse [H, T]`, `parts [n, T, H, D]` and `part_lse [n, H, T]` hold the segments before a row's
-    own, and `out` must be `own` itself: rows in their first segment are not touched, unless there are sinks. Without `own`,
-    part j is segment j. With `totals`, laid out as `part_lse`, the parts are fp32 and still to be divided by them.
+    own, and `out` must be `own` itself, `whole_lse` be `own_lse`: rows in their first segment are not touched, unless there are
+    sinks. Without `own`, part j is segment j, or with a `window` each segment modulo their number. With `totals`, laid out as
+    `part_lse`, the parts are fp32 and still to be divided by them.
     """
     T, H, D = out.shape
     if not T:
@@ -368,11 +389,13 @@ def launch_merge(
         position,
         out if sinks is None else sinks,
         out,
+        b if whole_lse is None else whole_lse,
         kv_segment,
+        window,
         H,
         *(a.stride(0), a.stride(1), b.stride(0)),
         *(parts.stride(0), parts.stride(1), parts.stride(2), part_lse.stride(0), part_lse.stride(1)),
-        *(out.stride(0), out.stride(1)),
+        *(out.stride(0), out.stride(1), 0 if whole_lse is None else whole_lse.stride(0)),
         part_lse if totals is None else totals,
         SLOTS=len(parts),
         D=D,
@@ -380,6 +403,8 @@ def launch_merge(
         SEPARATE=separate,
         SINK=sinks is not None,
         TOTALS=totals is not None,
+        WINDOWED=window > 0,
+        LSE=whole_lse is not None,
         HARDWARE=hardware,
         num_warps=4,
         enable_fp_fusion=False,
@@ -443,8 +468,8 @@ def reference(
     sinks: Tensor | None = None,
     hardware: bool = True,
     num_warps: int = 4,
-) -> Tensor:
-    """One sequence from position 0: q [s, H, D], k and v [s, KV, D] bf16, sinks fp32 [H]; [s, H, D], by Triton alone."""
+) -> tuple[Tensor, Tensor]:
+    """By Triton alone, a sequence from position 0: q [s, H, D], k, v [s, KV, D], sinks [H]; ([s, H, D], lse [H, s])."""
     s, H, D = q.shape
     count = -(-s // kv_segment)
     parts = torch.zeros(count, s, H, D, dtype=q.dtype, device=q.device)
@@ -464,5 +489,6 @@ def reference(
         )
     out = torch.empty_like(q)
     position = torch.arange(s, dtype=torch.int32, device=q.device)
-    launch_merge(None, None, parts, lse, position, sinks, out, kv_segment=kv_segment)
-    return out
+    whole = torch.empty(H, s, dtype=torch.float32, device=q.device)
+    launch_merge(None, None, parts, lse, position, sinks, out, kv_segment=kv_segment, whole_lse=whole)
+    return out, whole

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from isoexec.kernels.attention.hopper.kernel import _LN2, _unary
+from isoexec.kernels.attention.hopper.kernel import _LN2, _unary, lane_total
 from isoexec.kernels.attention.hopper.naive import BLOCK, constants
 from isoexec.kernels.hopper.arithmetic import power_of_two
 
@@ -237,13 +237,7 @@ def sums_kernel(
                         ordered + ((first + i) * (KEYS // 4) + a) * CHAINS + chain, mask=live, other=0.0
                     )
                     lanes = tl.fma(lanes, r, p) if a == 0 else lanes + p
-        each = tl.reshape(lanes, (CHAINS // 4, 4))
-        lane = tl.arange(0, 4)[None, :]
-        l0 = tl.sum(tl.where(lane == 0, each, 0.0), axis=1)
-        l1 = tl.sum(tl.where(lane == 1, each, 0.0), axis=1)
-        l2 = tl.sum(tl.where(lane == 2, each, 0.0), axis=1)
-        l3 = tl.sum(tl.where(lane == 3, each, 0.0), axis=1)
-        found = (l0 + l2) + (l1 + l3)
+        found = lane_total(tl.reshape(lanes, (CHAINS // 4, 4)))
         h = tl.arange(0, CHAINS // 4)
         every = tl.arange(0, MOST)
         highest = tl.max(

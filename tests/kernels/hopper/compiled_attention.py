@@ -9,8 +9,8 @@ from typing import Any
 
 from compiled import compiled  # type: ignore[import-not-found]
 
-from isoexec.kernels.attention.hopper import kernel, split
-from isoexec.kernels.attention.hopper.naive import BLOCK
+from isoexec.kernels.attention.hopper import backward, kernel, split, tiles
+from isoexec.kernels.attention.hopper.naive import BLOCK, WINDOW_BLOCK
 
 
 def main() -> None:
@@ -53,7 +53,18 @@ def main() -> None:
         }
         results[f"segment {D}"] = compiled(kernel.segment_kernel, types, cut, num_stages=2, **plain)
     strides = (
-        *("kv_segment", "heads", "own_row", "own_head", "ol_head", "part_slot", "part_row", "part_head"),
+        *(
+            "wl_head",
+            "window",
+            "kv_segment",
+            "heads",
+            "own_row",
+            "own_head",
+            "ol_head",
+            "part_slot",
+            "part_row",
+            "part_head",
+        ),
         *("pl_slot", "pl_head", "out_row", "out_head"),
     )
     types = {
@@ -64,6 +75,7 @@ def main() -> None:
         "position": i,
         "sinks": f,
         "out": b,
+        "whole_lse": f,
         "part_total": f,
     }
     types |= dict.fromkeys(strides, "i32")
@@ -73,7 +85,7 @@ def main() -> None:
         ("decode, 32 segments and sinks", 32, 4, False, True),
     ):
         cut = {"SLOTS": slots, "D": 128, "HEADS": heads, "SEPARATE": separate, "SINK": sink}
-        cut |= {"TOTALS": name == "decode", "HARDWARE": True}
+        cut |= {"TOTALS": name == "decode", "HARDWARE": True, "WINDOWED": False, "LSE": sink}
         results[f"merge {name}"] = compiled(kernel.merge_kernel, types, cut, **plain)
     lengths = ("B", "tokens", "rows", "t_row", "p_row", "q_row", "q_head", "k_page", "k_row", "k_head")
     types = {"q": b, "k": b, "v": b, "table": i, "pages": i, "lies": i, "scores": f, "tops": f, "weights": b}
@@ -96,7 +108,82 @@ def main() -> None:
     for kind in (kernel.OWN, kernel.PAST, kernel.SINGLE):
         cut = {"KIND": kind, "FOLDED": kind != kernel.OWN, "PAGE": 16, "PAGES": 256}
         results[f"table {kind}"] = compiled(kernel.table_kernel, types, cut, **plain)
+    results |= _tiles() | _gradients()
     json.dump(results, sys.stdout)
+
+
+def _typed(kernel: Any, types: dict[str, str]) -> dict[str, str]:
+    """`types`, and i32 for every other argument in small letters."""
+    return {n: types.get(n, "i32") for n in kernel.arg_names if n in types or n.islower()}
+
+
+def _tiles() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    types = {"q": "*bf16", "k": "*bf16", "v": "*bf16", "out": "*bf16", "lse": "*fp32", "spans": "*i32"}
+    types |= {"owners": "*i32", "pages": "*i32", "c": "fp32", "c_ln2": "fp32"}
+    for D in BLOCK:
+        for name, tile, page, windowed in (
+            ("prefill", tiles.PREFILL[D], 0, False),
+            ("prefill with a window", tiles.WINDOW[D], 0, True),
+            ("decode", tiles.DECODE[D], 16, False),
+        ):
+            keys = WINDOW_BLOCK[D] if windowed else BLOCK[D]
+            held = 1 if name == "decode" else tiles.tokens_of(tile, 4)
+            cut = {"GROUP": 4, "D": D, "KEYS": keys, "WIDTH": 64 if keys == 64 else 128, "TOKENS": held}
+            cut |= {"ROWS": max(16, 4 * held), "SLOTS": 8, "PAGE": page, "WINDOWED": windowed}
+            tuning = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+            one = tiles.tile_kernel
+            found[f"tiles {name} {D}"] = compiled(
+                one, _typed(one, types), {**cut, "HARDWARE": True}, **tuning
+            )
+    one = tiles.map_kernel
+    cut = {"MOST": 16, "PLACES": 64}
+    found["tiles map"] = compiled(
+        one, _typed(one, {"rows": "*i32", "owners": "*i32"}), cut, num_warps=4, enable_fp_fusion=False
+    )
+    return found
+
+
+def _gradients() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    types = dict.fromkeys(("q", "k", "v", "g", "out", "dq", "dk", "dv", "ds"), "*bf16")
+    types |= dict.fromkeys(("base", "delta", "lse", "sinks", "parts", "grad"), "*fp32")
+    types |= {
+        "spans": "*i32",
+        "owners": "*i32",
+        "places": "*i64",
+        "c": "fp32",
+        "scale": "fp32",
+        "d_head": "i64",
+    }
+    plain = {"enable_fp_fusion": False}
+    for name, of, cut in (
+        ("delta", backward.delta_kernel, {"D": 128, "ROWS": 32}),
+        ("sinks", backward.sink_kernel, {"UNIT": backward.UNIT}),
+        ("sinks in all", backward.sink_total_kernel, {"UNIT": backward.UNIT, "MOST": 256}),
+    ):
+        warps = 4 if name == "delta" else 1
+        found[f"gradient {name}"] = compiled(of, _typed(of, types), cut, num_warps=warps, **plain)
+    for D in BLOCK:
+        both = {"GROUP": 4, "D": D, "UNIT": backward.UNIT, "WINDOWED": False, "HARDWARE": True}
+        walk = backward.KEY[D]
+        for want in (1, 2) if walk.apart else (0,):
+            cut = {**both, "KEYS": walk.hold, "ROWS": walk.step, "STORE": True, "WANT": want}
+            found[f"gradient keys {D} {want}"] = compiled(
+                *(backward.key_kernel, _typed(backward.key_kernel, types), cut),
+                num_warps=walk.warps,
+                num_stages=walk.stages,
+                **plain,
+            )
+        for stored, walk in ((False, backward.QUERY[D]), (True, backward.STORED[D])):
+            cut = {**both, "KEYS": walk.step, "ROWS": walk.hold, "STORED": stored}
+            found[f"gradient queries {D}{' stored' if stored else ''}"] = compiled(
+                *(backward.query_kernel, _typed(backward.query_kernel, types), cut),
+                num_warps=walk.warps,
+                num_stages=walk.stages,
+                **plain,
+            )
+    return found
 
 
 if __name__ == "__main__":

@@ -19,14 +19,15 @@ from interpreted import differing, other, poisoned, rand, same
 from torch import Tensor
 from triton.runtime import interpreter
 
-from isoexec.kernels.attention.hopper import fa3, kernel, naive, ops, split
-from isoexec.kernels.attention.hopper.ops import Plan, _attention, plan
+from isoexec.kernels.attention.hopper import backward, fa3, kernel, naive, ops, split, tiles
+from isoexec.kernels.attention.hopper.ops import Plan, _attention, _tiles, plan
 from isoexec.kernels.domain import DomainError
 
 CHECKS: dict[str, Callable[[], None]] = {}
 BF16 = torch.bfloat16
 D, S, PAGE = 64, 32, 8  # a segment shorter than a block: the calls are checked here, not the library
 SCALE = D**-0.5
+ops.HARDWARE = False
 
 
 def _wide(name: str) -> Callable[[Any, Any], Any]:
@@ -189,6 +190,15 @@ def specified_rows(q: Tensor, k: Tensor, v: Tensor, limit: Tensor, scale: float)
 
 
 @contextmanager
+def tiled() -> Iterator[None]:
+    ops.TILED.add(D)
+    try:
+        yield
+    finally:
+        ops.TILED.clear()
+
+
+@contextmanager
 def stand_in(past: str | None = None) -> Iterator[None]:
     load, paths, few = fa3.load, dict(fa3.PAST), ops.FEW_PROGRAMS
     ops.FEW_PROGRAMS = 0  # split decode asks for the chip's own exp2: it has a check of its own
@@ -204,9 +214,19 @@ def stand_in(past: str | None = None) -> Iterator[None]:
 
 
 def run(step: Plan, q: Tensor, k: Tensor, v: Tensor, position: Tensor, sinks: Tensor | None = None) -> Tensor:
-    tables = (step.own, step.own_pages, step.past, step.past_pages)
-    sizes = (step.kv_segment, step.requests, step.tokens, step.most_rows)
-    return _attention(q, k, v, position, *tables, sinks, SCALE, *sizes, step.single, step.folded)
+    return run_with_lse(step, q, k, v, position, sinks)[0]
+
+
+def run_with_lse(
+    step: Plan, q: Tensor, k: Tensor, v: Tensor, position: Tensor, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    tables = (step.spans, step.owners, step.pages, step.units, sinks, q.shape[-1] ** -0.5, step.kv_segment)
+    if step.provider == "triton":
+        sizes = (step.window, step.tokens, step.most_keys, step.single)
+        return _tiles(q, k, v, position, *tables, *sizes, True)
+    calls = (step.own, step.own_pages, step.past, step.past_pages)
+    bounds = (step.requests, step.tokens, step.most_rows, step.most_keys)
+    return _attention(q, k, v, position, *calls, *tables, *bounds, step.single, step.folded, True)
 
 
 def ints(values: Any) -> Tensor:
@@ -241,14 +261,14 @@ class Cache:
                     self.v[at : at + size],
                 )
 
-    def whole(self, sinks: Tensor | None = None) -> Tensor:
+    def whole(self, sinks: Tensor | None = None, window: int = 0) -> Tensor:
+        return self.whole_with_lse(sinks, window)[0]
+
+    def whole_with_lse(self, sinks: Tensor | None = None, window: int = 0) -> tuple[Tensor, Tensor]:
         parts = [slice(STARTS[b], STARTS[b + 1]) for b in range(len(LENGTHS))]
-        return torch.cat(
-            [
-                naive.attention(self.q[p], self.k[p], self.v[p], SCALE, kv_segment=S, sinks=sinks)
-                for p in parts
-            ]
-        )
+        given: dict[str, Any] = {"kv_segment": S, "sinks": sinks, "window": window}
+        found = [naive.attention(self.q[p], self.k[p], self.v[p], SCALE, **given) for p in parts]
+        return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found], 1)
 
     def packed(self, sinks: Tensor | None = None, **bounds: Any) -> Tensor:
         step = plan(
@@ -267,8 +287,15 @@ class Cache:
         self, of: dict[int, tuple[int, int]], sinks: Tensor | None = None, **bounds: Any
     ) -> tuple[Tensor, Tensor]:
         """Request b's positions of[b] through the cache: (result, the rows' indices in the packed batch)."""
-        index = torch.cat([STARTS[b] + torch.arange(*span) for b, span in of.items()])
-        spans = list(of.values())
+        return self.spans([(b, *span) for b, span in of.items()], sinks, **bounds)
+
+    def spans(
+        self, several: list[tuple[int, int, int]], sinks: Tensor | None = None, **bounds: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As `rows`; a request may come more than once."""
+        of = [b for b, _, _ in several]
+        spans = [(first, end) for _, first, end in several]
+        index = torch.cat([STARTS[b] + torch.arange(first, end) for b, first, end in several])
         step = plan(
             requests=len(of),
             tokens=len(index),
@@ -281,7 +308,7 @@ class Cache:
         step.fill(
             ints([0, *np.cumsum([b - a for a, b in spans])]),
             ints([b for _, b in spans]),
-            blocks=self.blocks[list(of)],
+            blocks=self.blocks[of],
         )
         return run(step, self.q[index], self.keys, self.values, self.position[index], sinks), index
 
@@ -302,10 +329,12 @@ def the_references_own_segments_and_merge_have_the_specifications_bits() -> None
     sinks = rand(2, dtype=torch.float32)
     part = slice(STARTS[3], STARTS[4])
     for given in (None, sinks):
-        got = kernel.reference(
+        got, lse = kernel.reference(
             cache.q[part], cache.k[part], cache.v[part], SCALE, kv_segment=S, sinks=given, hardware=False
         )
-        same(got, cache.whole(given)[part], given is not None)
+        want, want_lse = cache.whole_with_lse(given)
+        same(got, want[part], given is not None)
+        same(lse, want_lse[:, part], given is not None)
 
 
 @check
@@ -382,6 +411,254 @@ def decode_split_by_keys_and_columns_has_the_bits_of_the_packed_batch() -> None:
 
 
 @check
+def the_log_sum_exp_of_every_row_is_the_specifications() -> None:
+    cache = Cache()
+    for sinks in (None, rand(2, dtype=torch.float32)):
+        want = cache.whole_with_lse(sinks)
+        for provider in ("fa3", "triton"):
+            step = plan(
+                requests=len(LENGTHS),
+                tokens=len(cache.q),
+                most_rows=max(LENGTHS),
+                most_keys=max(LENGTHS),
+                kv_segment=S,
+                device="cpu",
+                provider=provider,  # type: ignore[arg-type]
+            )
+            step.fill(ints(STARTS), ints(LENGTHS), k_start=ints(STARTS[:-1]))
+            with stand_in():
+                got = run_with_lse(step, cache.q, cache.k, cache.v, cache.position, sinks)
+            for a, b in zip(got, want, strict=True):
+                same(a, b, (provider, sinks is not None))
+
+
+MANY = ((0, 0, LENGTHS[0]), (1, 2, 7), (2, S - 1, S), (0, S + 3, 2 * S + 1), (3, S - 6, S + 1))
+FEW = ((0, 0, 1), (0, S, S + 1), (3, S - 1, S), (1, 5, 6), (0, 2 * S + 3, 2 * S + 4))
+
+
+@check
+def the_own_kernel_has_the_librarys_bits_packed_in_pages_in_chunks_and_in_decode() -> None:
+    cache = Cache()
+    for sinks in (None, rand(2, dtype=torch.float32)):
+        want = cache.whole(sinks)
+        same(cache.packed(sinks, provider="triton"), want, "packed")
+        for spans in (MANY, FEW):
+            got, index = cache.spans(list(spans), sinks, provider="triton")
+            same(got, want[index], spans)
+    with tiled():  # a plan of the library's whose decode the own kernel serves
+        got, index = cache.spans(list(FEW), None)
+        same(got, cache.whole()[index], "decode in a plan of the library's")
+
+
+@check
+def a_window_has_its_specifications_bits_packed_in_pages_in_chunks_and_in_decode() -> None:
+    cache = Cache()
+    for window in (1, 5, S, S + 9):
+        want = cache.whole(window=window)
+        same(cache.packed(provider="triton", window=window), want, (window, "packed"))
+        for spans in (MANY, FEW):
+            got, index = cache.spans(list(spans), provider="triton", window=window)
+            same(got, want[index], (window, spans))
+    sinks = rand(2, dtype=torch.float32)
+    same(cache.packed(sinks, provider="triton", window=7), cache.whole(sinks, 7), "sinks")
+    same(cache.packed(provider="triton", window=4 * S), cache.whole(), "a window wider than the sequence")
+    other(cache.packed(provider="triton", window=5), cache.packed(provider="triton", window=6), "window")
+
+
+@check
+def tiles_and_groups_of_any_size_have_the_same_bits() -> None:
+    for H, KV, width in ((6, 2, D), (5, 1, 128), (2, 1, 256)):
+        n = 150
+        q, k, v = rand(n, H, width, scale=2.0), rand(n, KV, width), rand(n, KV, width)
+        for window in (0, 70):
+            want, want_lse = naive.attention(q, k, v, width**-0.5, kv_segment=128, window=window)
+            for rows in (16, 64):
+                tile = tiles.Tile(rows=rows, warps=4, stages=2)
+                held = tiles.tokens_of(tile, H // KV)
+                spans = ints([[0], [n], [n], [0]])
+                owners = torch.empty(2, n // held + 1, dtype=torch.int32)
+                tiles.launch_map(spans[1], owners, unit=held)
+                parts, lse = poisoned(2, n, H, width), poisoned(2, H, n, dtype=torch.float32)
+                tiles.launch_tiles(
+                    *(q, k, v, parts, lse, spans, owners, None),
+                    scale=width**-0.5,
+                    kv_segment=128,
+                    window=window,
+                    segments=2,
+                    tile=tile,
+                    tokens=held,
+                    hardware=False,
+                )
+                out, whole = poisoned(n, H, width), poisoned(H, n, dtype=torch.float32)
+                kernel.launch_merge(
+                    *(None, None, parts, lse, torch.arange(n, dtype=torch.int32), None, out),
+                    kv_segment=128,
+                    window=window,
+                    whole_lse=whole,
+                    hardware=False,
+                )
+                same(out, want, (H, KV, width, window, rows))
+                same(whole, want_lse, (H, KV, width, window, rows))
+
+
+class Packed:
+    """Sequences with their results, and the gradients' tables; the last row and key belong to nobody and are NaN."""
+
+    def __init__(
+        self, lengths: tuple[int, ...], H: int, KV: int, width: int, *, window: int = 0, sinks: bool = False
+    ) -> None:
+        self.lengths, self.window, self.scale = lengths, window, width**-0.5
+        self.starts = [0, *np.cumsum(lengths).tolist()]
+        rows = self.starts[-1] + 1
+        self.q, self.k, self.v = (rand(rows, n, width, scale=1.5) for n in (H, KV, KV))
+        self.g, self.out = rand(rows, H, width), poisoned(rows, H, width)
+        self.lse = poisoned(H, rows, dtype=torch.float32)
+        self.sinks = rand(H, dtype=torch.float32) if sinks else None
+        for p in self.parts():
+            own = (self.q[p], self.k[p], self.v[p])
+            self.out[p], self.lse[:, p] = naive.attention(
+                *own, self.scale, kv_segment=64, sinks=self.sinks, window=window
+            )
+        for x in (self.q, self.k, self.v, self.g):
+            x[-1] = torch.nan
+
+    def parts(self) -> list[slice]:
+        return [slice(a, b) for a, b in zip(self.starts, self.starts[1:], strict=False)]
+
+    def want(self) -> list[Tensor]:
+        found = [
+            naive.gradients(
+                *(x[p] for x in (self.g, self.q, self.k, self.v, self.out)),
+                self.lse[:, p],
+                self.scale,
+                window=self.window,
+                sinks=self.sinks,
+            )
+            for p in self.parts()
+        ]
+        whole: list[Tensor] = [torch.cat(x) for x in list(zip(*found, strict=True))[:3]]
+        if self.sinks is not None:
+            total = torch.zeros_like(self.sinks)
+            for one in found:
+                assert one[3] is not None
+                total = total + one[3]
+            whole.append(-total)
+        return whole
+
+    def got(self, **free: Any) -> list[Tensor]:
+        spans = ints([self.starts[:-1], self.lengths, self.lengths, self.starts[:-1]])
+        units = torch.empty(2, len(self.q) // backward.UNIT + len(self.lengths) + 1, dtype=torch.int32)
+        tiles.launch_map(spans[1], units, unit=backward.UNIT)
+        found = backward.launch_gradients(
+            *(self.q, self.k, self.v, self.out, self.lse, self.g, spans, units, self.sinks),
+            scale=self.scale,
+            window=self.window,
+            most_rows=max(self.lengths),
+            hardware=False,
+            **free,
+        )
+        for x in found[:3]:
+            assert x is not None
+            assert not x[-1].any()
+        return [x[:-1] if i < 3 else x for i, x in enumerate(found) if x is not None]
+
+
+def walk(hold: int, step: int, *, apart: bool = False) -> backward.Walk:
+    return backward.Walk(hold=hold, step=step, warps=4, stages=2, apart=apart)
+
+
+@check
+def gradients_have_their_specifications_bits_in_every_walk() -> None:
+    packed = Packed((150, 1, 33), 4, 2, D, sinks=True)
+    want = packed.want()
+    for free in (
+        {},
+        {"workspace": 0},
+        {"workspace": 0, "key": walk(64, 128), "query": walk(64, 32)},
+        {"key": walk(64, 16, apart=True), "stored": walk(32, 128)},
+        {"workspace": 1 << 19},  # a KV group at a time
+    ):
+        for a, b, name in zip(packed.got(**free), want, ("dq", "dk", "dv", "dsinks"), strict=True):
+            same(a, b, (free, name))
+
+
+@check
+def gradients_of_wide_heads_and_of_windows_have_their_specifications_bits() -> None:
+    for H, KV, width, window in ((1, 1, 128, 0), (2, 1, 256, 0), (3, 1, D, 40), (2, 2, D, 1)):
+        packed = Packed((137, 20), H, KV, width, window=window)
+        for a, b, name in zip(packed.got(), packed.want(), ("dq", "dk", "dv"), strict=True):
+            same(a, b, (H, KV, width, window, name))
+
+
+@check
+def gradients_do_not_depend_on_company_place_padding_or_the_number_of_groups() -> None:
+    packed = Packed((40, 133, 7), 4, 2, D)
+    dq, dk, dv = packed.got()
+    at = packed.parts()[1]
+    alone = Packed((133,), 4, 2, D)
+    for name in ("q", "k", "v", "g", "out"):
+        getattr(alone, name)[:-1] = getattr(packed, name)[at]
+    alone.lse[:, :-1] = packed.lse[:, at]
+    for a, b in zip(alone.got(), (dq, dk, dv), strict=True):
+        same(a, b[at], "alone")
+    padded = Packed((133 + 60,), 4, 2, D)
+    for name in ("q", "k", "v", "g", "out"):
+        getattr(padded, name)[:133] = getattr(packed, name)[at]
+    padded.g[133:-1] = 0.0
+    padded.lse[:, :133] = packed.lse[:, at]
+    for a, b in zip(padded.got(), (dq, dk, dv), strict=True):
+        same(a[:133], b[at], "padded at the end")
+    rank = Packed((40, 133, 7), 2, 1, D)
+    for name, heads in (("q", 2), ("k", 1), ("v", 1), ("g", 2), ("out", 2)):
+        setattr(rank, name, getattr(packed, name)[:, -heads:].contiguous())
+    rank.lse = packed.lse[-2:].contiguous()
+    for a, b in zip(rank.got(), (dq, dk, dv), strict=True):
+        same(a, b[:, -a.shape[1] :], "one of two ranks")
+
+
+@check
+def gradients_are_those_of_attention_and_another_order_differs() -> None:
+    packed = Packed((150,), 4, 2, D, sinks=True)
+    found = packed.got()
+    q, k, v = (x[:150].double().requires_grad_() for x in (packed.q, packed.k, packed.v))
+    assert packed.sinks is not None
+    sinks = packed.sinks.double().requires_grad_()
+    wide_k, wide_v = (x.repeat_interleave(2, 1) for x in (k, v))
+    s = torch.einsum("ihd,jhd->hij", q, wide_k) * packed.scale
+    s = s.masked_fill(torch.ones(150, 150).triu(1).bool(), -torch.inf)
+    p = torch.cat((s, sinks[:, None, None].expand(4, 150, 1)), -1).softmax(-1)[..., :-1]
+    torch.einsum("hij,jhd->ihd", p, wide_v).backward(packed.g[:150].double())
+    for a, b, name in zip(found, (q, k, v, sinks), ("dq", "dk", "dv", "dsinks"), strict=True):
+        assert b.grad is not None
+        error = float((a.double() - b.grad).norm() / b.grad.norm())
+        assert error < 8e-3, (name, error)
+    swapped = Packed((150,), 4, 2, D)
+    order = [1, 0, 3, 2]  # the heads of each group in the other order
+    for name in ("q", "g", "out"):
+        setattr(swapped, name, getattr(packed, name)[:, order].contiguous())
+    swapped.k, swapped.v, swapped.lse = packed.k, packed.v, packed.lse[order].contiguous()
+    dq, dk, dv = swapped.got()
+    same(dq, found[0][:, order], "a query's gradient knows no other head")
+    other(dk, found[1], "heads in another order")
+    other(dv, found[2], "heads in another order")
+
+
+@check
+def a_request_that_lacks_rows_of_its_keys_gets_no_number_for_a_gradient() -> None:
+    packed = Packed((20, 30), 2, 1, D)
+    spans = ints([packed.starts[:-1], packed.lengths, [20, 31], packed.starts[:-1]])
+    units = torch.empty(2, 3, dtype=torch.int32)
+    tiles.launch_map(spans[1], units, unit=backward.UNIT)
+    tensors = (packed.q, packed.k, packed.v, packed.out, packed.lse, packed.g, spans, units, None)
+    for x in backward.launch_gradients(*tensors, scale=packed.scale, window=0, most_rows=30, hardware=False)[
+        :3
+    ]:
+        assert x is not None
+        assert bool(x[:20].isfinite().all())
+        assert bool(x[20:50].isnan().all())
+
+
+@check
 def requests_without_rows_and_pages_without_keys_change_nothing() -> None:
     cache = Cache()
     with stand_in():
@@ -399,8 +676,8 @@ def attention_differs_with_another_segment_and_without_its_sinks() -> None:
     part = slice(0, S + 8)
     rows = cache.q[part], cache.k[part], cache.v[part]
     other(
-        kernel.reference(*rows, SCALE, kv_segment=S, hardware=False),
-        kernel.reference(*rows, SCALE, kv_segment=2 * S, hardware=False),
+        kernel.reference(*rows, SCALE, kv_segment=S, hardware=False)[0],
+        kernel.reference(*rows, SCALE, kv_segment=2 * S, hardware=False)[0],
         "kv_segment",
     )
 
