@@ -105,20 +105,27 @@ PROVIDERS: dict[str, dict[str, Admitted]] = {
         "grad_norm.exact/1": Admitted(name="isoexec.kernels.grad_norm"),
     },
     "sm90": {
-        "embedding.lookup/1": Admitted(
-            name="torch.embedding",
-            version="torch 2.11.0+cu130 git 70d99e998b49",
-            settings={"then": "add_zero"},
-        ),
+        "embedding.lookup/1": Admitted(name="isoexec.kernels.embedding.hopper"),
         "rms_norm.pairs/1": Admitted(name="isoexec.kernels.rms_norm.hopper"),
+        "rms_norm.pairs_centred/1": Admitted(name="isoexec.kernels.rms_norm_centred.hopper"),
+        "rms_norm.pairs_gated/1": Admitted(name="isoexec.kernels.rms_norm_gated.hopper"),
+        "l2_norm.pairs/1": Admitted(name="isoexec.kernels.l2_norm.hopper"),
         "linear.mma_chain/1": Admitted(name="isoexec.kernels.linear.hopper"),
-        "linear.grouped_mma_chain/1": Admitted(
-            name="torch.grouped_mm", version="torch 2.11.0+cu130 git 70d99e998b49"
-        ),
+        "linear.grouped_mma_chain/1": Admitted(name="isoexec.kernels.grouped_linear.hopper"),
+        "router.softmax_topk/1": Admitted(name="isoexec.kernels.router.hopper"),
+        "router.sigmoid_topk/1": Admitted(name="isoexec.kernels.router.sigmoid.hopper"),
+        "moe.dispatch/1": Admitted(name="isoexec.kernels.dispatch.hopper"),
+        "moe.combine/1": Admitted(name="isoexec.kernels.combine.hopper"),
+        "moe.shared_gate/1": Admitted(name="isoexec.kernels.shared_gate.hopper"),
+        "bias.add/1": Admitted(name="isoexec.kernels.bias.hopper"),
         "rope.neox_fp32/1": Admitted(name="isoexec.kernels.rope.hopper"),
+        "rope.interleaved_fp32/1": Admitted(name="isoexec.kernels.rope_interleaved.hopper"),
+        "rope.yarn_interleaved_fp32/1": Admitted(name="isoexec.kernels.rope_yarn.hopper"),
         "attention.mma_segments/1": Admitted(name="isoexec.kernels.attention.hopper"),
         "silu_mul.poly/1": Admitted(name="isoexec.kernels.silu_mul.hopper"),
+        "gate.sigmoid_mul/1": Admitted(name="isoexec.kernels.sigmoid_mul.hopper"),
         "logprobs.blocks/2": Admitted(name="isoexec.kernels.logprobs.hopper"),
+        "grad_norm.exact/1": Admitted(name="isoexec.kernels.grad_norm.hopper"),
     },
 }
 """Arch -> function -> who is admitted to compute it there; `isoexec provider list` knows more."""

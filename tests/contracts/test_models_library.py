@@ -27,49 +27,25 @@ BY_NAME = {family.name: family for family in FAMILIES}
 SOURCE = "sha256:" + "a" * 64
 RECORD = "sha256:" + "b" * 64
 
-# regions of today's shipped contracts that nothing may be installed for, by why; the sm90 kernels have no gradient yet
-_NO_KERNEL_DENSE = {"grad_norm"}
-_NO_KERNEL_MOE = _NO_KERNEL_DENSE | {"combine", "dispatch", "routing"}
-_NO_KERNEL_GDN = _NO_KERNEL_DENSE | {
-    "attention_gate", "gdn_conv", "gdn_gating", "gdn_norm", "gdn_qk_norm", "gdn_rule", "norm", "qk_norm",
-}  # fmt: skip
+# regions of today's shipped contracts that nothing may be installed for, by why; no GPU has proven the sm90 kernels as they are
 _LINEAR = {"column_linear", "lm_head", "row_linear"}
-_FORWARD_GDN = _LINEAR | {"attention", "logprobs", "rope", "silu_mul"}
-_FORWARD_DENSE = _FORWARD_GDN | {"norm", "qk_norm"}
-_FORWARD_MLA = _LINEAR | {"latent_linear", "latent_norm", "logprobs", "norm", "router", "silu_mul"}
+_DENSE = _LINEAR | {"embedding", "grad_norm", "logprobs", "norm", "rope", "silu_mul"}
+_MOE = {"combine", "dispatch", "expert_linear", "router", "routing"}
+_GQA = _DENSE | {"attention", "qk_norm"}
 _MLA = {
-    "no kernel": _NO_KERNEL_MOE | {"attention", "rope"},
-    "no evidence": {"absorbed_linear", "embedding", "expert_linear"},
-    "evidence refused": _FORWARD_MLA,
+    "no kernel": {"attention"},
+    "no evidence": _DENSE | _MOE | {"absorbed_linear", "latent_linear", "latent_norm"},
 }
-_HYBRID_MOE = {
-    "no kernel": _NO_KERNEL_GDN | _NO_KERNEL_MOE | {"shared_gate"},
-    "no evidence": {"embedding", "expert_linear"},
-    "evidence refused": _FORWARD_GDN | {"router"},
-}
+_GDN = {"gdn_conv", "gdn_gating", "gdn_rule"}
+_HYBRID = _GQA | {"attention_gate", "gdn_norm", "gdn_qk_norm"}
+_HYBRID_MOE = {"no kernel": _GDN, "no evidence": _HYBRID | _MOE | {"shared_gate"}}
 UNPROVEN: Mapping[str, Mapping[str, set[str]]] = {
-    "qwen3-dense-sm90": {
-        "no kernel": _NO_KERNEL_DENSE,
-        "no evidence": {"embedding"},
-        "evidence refused": _FORWARD_DENSE,
-    },
-    "mimo-dense-sm90": {
-        "no kernel": _NO_KERNEL_DENSE | {"qkv_bias"},
-        "no evidence": {"embedding"},
-        "evidence refused": _FORWARD_DENSE - {"qk_norm"},
-    },
-    "qwen3-moe-sm90": {
-        "no kernel": _NO_KERNEL_MOE,
-        "no evidence": {"embedding", "expert_linear"},
-        "evidence refused": _FORWARD_DENSE | {"router"},
-    },
+    "qwen3-dense-sm90": {"no evidence": _GQA},
+    "mimo-dense-sm90": {"no evidence": _DENSE | {"attention", "qkv_bias"}},
+    "qwen3-moe-sm90": {"no evidence": _GQA | _MOE},
     "glm4-moe-lite-sm90": _MLA,
     "deepseek-v3-sm90": _MLA,
-    "qwen3.5-dense-sm90": {
-        "no kernel": _NO_KERNEL_GDN,
-        "no evidence": {"embedding"},
-        "evidence refused": _FORWARD_GDN,
-    },
+    "qwen3.5-dense-sm90": {"no kernel": _GDN, "no evidence": _HYBRID},
     "qwen3.5-moe-sm90": _HYBRID_MOE,
     "qwen3-next-sm90": _HYBRID_MOE,
 }

@@ -220,13 +220,22 @@ def run(step: Plan, q: Tensor, k: Tensor, v: Tensor, position: Tensor, sinks: Te
 def run_with_lse(
     step: Plan, q: Tensor, k: Tensor, v: Tensor, position: Tensor, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    tables = (step.spans, step.owners, step.pages, step.units, sinks, q.shape[-1] ** -0.5, step.kv_segment)
+    tables: tuple[Any, ...] = (
+        step.spans,
+        step.owners,
+        step.pages,
+        step.units,
+        sinks,
+        q.shape[-1] ** -0.5,
+        step.kv_segment,
+    )
     if step.provider == "triton":
         sizes = (step.window, step.tokens, step.most_keys, step.single)
-        return _tiles(q, k, v, position, *tables, *sizes, True)
-    calls = (step.own, step.own_pages, step.past, step.past_pages)
-    bounds = (step.requests, step.tokens, step.most_rows, step.most_keys)
-    return _attention(q, k, v, position, *calls, *tables, *bounds, step.single, step.folded, True)
+        return _tiles(q, k, v, position, *tables, *sizes, with_lse=True)
+    calls: tuple[Any, ...] = (step.own, step.own_pages, step.past, step.past_pages)
+    folded = (step.single, step.folded)
+    bounds: tuple[Any, ...] = (step.requests, step.tokens, step.most_rows, step.most_keys)
+    return _attention(q, k, v, position, *calls, *tables, *bounds, *folded, with_lse=True)
 
 
 def ints(values: Any) -> Tensor:
@@ -423,7 +432,7 @@ def the_log_sum_exp_of_every_row_is_the_specifications() -> None:
                 most_keys=max(LENGTHS),
                 kv_segment=S,
                 device="cpu",
-                provider=provider,  # type: ignore[arg-type]
+                provider=provider,
             )
             step.fill(ints(STARTS), ints(LENGTHS), k_start=ints(STARTS[:-1]))
             with stand_in():
@@ -526,16 +535,11 @@ class Packed:
         return [slice(a, b) for a, b in zip(self.starts, self.starts[1:], strict=False)]
 
     def want(self) -> list[Tensor]:
-        found = [
-            naive.gradients(
-                *(x[p] for x in (self.g, self.q, self.k, self.v, self.out)),
-                self.lse[:, p],
-                self.scale,
-                window=self.window,
-                sinks=self.sinks,
-            )
-            for p in self.parts()
-        ]
+        found = []
+        for p in self.parts():
+            g, q, k, v, out = (x[p] for x in (self.g, self.q, self.k, self.v, self.out))
+            given: dict[str, Any] = {"window": self.window, "sinks": self.sinks}
+            found.append(naive.gradients(g, q, k, v, out, self.lse[:, p], self.scale, **given))
         whole: list[Tensor] = [torch.cat(x) for x in list(zip(*found, strict=True))[:3]]
         if self.sinks is not None:
             total = torch.zeros_like(self.sinks)

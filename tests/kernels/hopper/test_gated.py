@@ -95,7 +95,15 @@ def test_every_own_function_of_the_arch_has_a_gate() -> None:
 def test_a_record_made_on_a_gpu_is_of_the_sources_that_lie_here(function: str) -> None:
     ours = subject(function, "sm90")
     found = Store([shipped()]).find(function=function, provider=ours.name, arch="sm90")
-    assert found, f"no record of {function} on sm90 is committed"
+    if not found:  # a source that no GPU has proven yet: nothing may rest on it
+        bound = [
+            one.discharge.evidence
+            for contract in contracts_for("sm90")
+            for one in (*contract.composition, *contract.providers)
+            if one.function == function
+        ]
+        assert set(bound) <= {None}
+        return
     newest = found[0]
     assert newest.provider == ours, "run the gates again on a GPU: the kernel's source is another"
     assert newest.gate == gate_for(function, "sm90").digest(), (
