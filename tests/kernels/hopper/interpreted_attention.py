@@ -220,6 +220,7 @@ def run(step: Plan, q: Tensor, k: Tensor, v: Tensor, position: Tensor, sinks: Te
 def run_with_lse(
     step: Plan, q: Tensor, k: Tensor, v: Tensor, position: Tensor, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    kernels: Any = (_tiles, _attention)
     tables: tuple[Any, ...] = (
         step.spans,
         step.owners,
@@ -231,11 +232,13 @@ def run_with_lse(
     )
     if step.provider == "triton":
         sizes = (step.window, step.tokens, step.most_keys, step.single)
-        return _tiles(q, k, v, position, *tables, *sizes, with_lse=True)
+        found: tuple[Tensor, Tensor] = kernels[0](q, k, v, position, *tables, *sizes, True)
+        return found
     calls: tuple[Any, ...] = (step.own, step.own_pages, step.past, step.past_pages)
     folded = (step.single, step.folded)
     bounds: tuple[Any, ...] = (step.requests, step.tokens, step.most_rows, step.most_keys)
-    return _attention(q, k, v, position, *calls, *tables, *bounds, *folded, with_lse=True)
+    result: tuple[Tensor, Tensor] = kernels[1](q, k, v, position, *calls, *tables, *bounds, *folded, True)
+    return result
 
 
 def ints(values: Any) -> Tensor:
