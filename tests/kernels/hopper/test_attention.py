@@ -37,7 +37,7 @@ def _run(script: Path, **environment: str) -> dict[str, object]:
     given = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
     given["PYTHONPATH"] = str(HERE)  # the scripts share modules, and a safe path leaves their own folder out
     run = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=given, timeout=290, cwd=HERE
+        [sys.executable, str(script)], capture_output=True, text=True, env=given, timeout=580, cwd=HERE
     )
     assert run.returncode == 0, run.stderr[-2000:]
     found: dict[str, object] = json.loads(run.stdout)

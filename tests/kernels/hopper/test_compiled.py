@@ -20,7 +20,7 @@ def built() -> dict[str, dict[str, int]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compiled.py")
     run = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=280
+        [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=580
     )
     assert run.returncode == 0, run.stderr[-2000:]
     found: dict[str, Any] = json.loads(run.stdout)

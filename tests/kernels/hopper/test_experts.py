@@ -42,7 +42,7 @@ def started(script: Path, *left_out: str) -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if k not in left_out}
     environment |= {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=290
+        [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=580
     )
     assert run.returncode == 0, run.stderr[-2000:]
     found: dict[str, Any] = json.loads(run.stdout)

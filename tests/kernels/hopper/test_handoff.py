@@ -37,7 +37,7 @@ def run(script: str, **environment: str) -> Any:
         capture_output=True,
         text=True,
         env={**kept, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", **environment},
-        timeout=290,
+        timeout=580,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)

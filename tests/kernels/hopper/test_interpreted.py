@@ -26,7 +26,7 @@ CHECKS = [
 def results() -> dict[str, str]:
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment, timeout=280
+        [sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment, timeout=580
     )
     assert run.returncode == 0, run.stderr[-2000:]
     found: dict[str, str] = json.loads(run.stdout)

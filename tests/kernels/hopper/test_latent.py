@@ -24,7 +24,7 @@ def _run(name: str, **environment: str) -> dict[str, object]:
     given = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
     given |= {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, str(HERE / name)], capture_output=True, text=True, env=given, timeout=290, cwd=HERE
+        [sys.executable, str(HERE / name)], capture_output=True, text=True, env=given, timeout=580, cwd=HERE
     )
     assert run.returncode == 0, run.stderr[-2000:]
     found: dict[str, object] = json.loads(run.stdout)

@@ -22,7 +22,7 @@ def test_two_and_four_ranks_have_the_bits_of_one_and_faults_do_not() -> None:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=280,
+        timeout=580,
     )
     assert run.returncode == 0, run.stderr[-2000:]
     found: dict[str, str] = json.loads(run.stdout)
