@@ -94,9 +94,7 @@ def _cpu(op: str, *ops: str, also: tuple[str, ...] = ()) -> Kernel:
 def _sm90(op: str, *ops: str, also: tuple[str, ...] = ()) -> Kernel:
     # the package itself imports no triton; its ops do
     folder = f"{op.replace('.', '/')}/hopper"
-    return Kernel(
-        arch="sm90", module=f"isoexec.kernels.{op}.hopper.ops", ops=ops, folder=folder, also=also
-    )
+    return Kernel(arch="sm90", module=f"isoexec.kernels.{op}.hopper.ops", ops=ops, folder=folder, also=also)
 
 
 _LOGPROBS = ("token_logprobs", "token_logprobs_and_entropy")
@@ -333,7 +331,13 @@ _ALL = (
     Function(  # linear.mma_chain/1 to fp32 logits, then logprobs.blocks/2: their bits, without the logits
         id="linear_logprobs.mma_blocks",
         version=1,
-        kernels=(_sm90("linear_logprobs", *(f"linear_{name.removeprefix('token_')}" for name in _LOGPROBS), also=_HEAD),),
+        kernels=(
+            _sm90(
+                "linear_logprobs",
+                *(f"linear_{name.removeprefix('token_')}" for name in _LOGPROBS),
+                also=_HEAD,
+            ),
+        ),
         fixed=(("step", STEP), ("accumulate", "float32"), ("block", BLOCK)),
         free=("vocab_leaves",),
     ),

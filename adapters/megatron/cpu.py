@@ -123,7 +123,11 @@ def answer_splits() -> None:
         return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
 
     def exchange(
-        output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **more: Any
+        output: Any,
+        input: Any,  # noqa: A002 - torch's keyword
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        **more: Any,
     ) -> Any:
         return whole(output, input, numbers(output_split_sizes), numbers(input_split_sizes), **more)
 

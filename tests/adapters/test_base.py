@@ -61,7 +61,9 @@ def test_a_region_no_adapter_knows_is_refused_by_name_unless_it_is_off(
         for b in contract.composition
     )
     other = dataclasses.replace(contract, composition=gated)
-    with pytest.raises(InstallError, match=r"attention_gate: wanted a region this release installs: .*rope.*"):
+    with pytest.raises(
+        InstallError, match=r"attention_gate: wanted a region this release installs: .*rope.*"
+    ):
         make_plan(other, "engine", DEGREES)
     monkeypatch.setenv("ISOEXEC_ENFORCE", "attention_gate=off")
     plan = make_plan(other, "engine", DEGREES)

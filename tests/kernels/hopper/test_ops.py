@@ -35,7 +35,10 @@ def test_fake_outputs_have_the_shapes_and_dtypes_of_real_ones() -> None:
         *add_rms_norm(x, x, w, 1e-6),
         rope(heads, ids, half, half),
         silu_mul(*x.chunk(2, -1)),
-        *(token_logprobs(logits, ids, vocab_leaves=8), *token_logprobs_and_entropy(logits, ids, vocab_leaves=8)),
+        *(
+            token_logprobs(logits, ids, vocab_leaves=8),
+            *token_logprobs_and_entropy(logits, ids, vocab_leaves=8),
+        ),
         linear_logprobs(x, head, ids, vocab_leaves=8),
         *linear_logprobs_and_entropy(x, head, ids, vocab_leaves=8),
         *(linear(x, torch.empty(4096, 1024, dtype=BF16, device="meta"), fp32_out=up) for up in (False, True)),
