@@ -83,7 +83,7 @@ def tree(
             w_up = tl.sum(tl.fma(k, s2, w2) * power, axis=2)
         else:
             w_up = s_up
-        return tree(top, s_up, w_up, ROWS, WIDTH // 2, BOTH)  # type: ignore[no-any-return]
+        return tree(top, s_up, w_up, ROWS, WIDTH // 2, BOTH)
 
 
 @triton.jit

@@ -198,7 +198,7 @@ def logprobs_do_not_depend_on_batch_cut_or_shards() -> None:
     logits, target = rand(7, 1200, dtype=torch.float32), torch.randint(0, 1200, (7,))
     whole = logprobs(logits, target, 4)
     for cut in ({"blocks": 4, "join": 1}, {"blocks": 1, "join": 1, "rows": 4}, {"rows": 2, "warps": 1}):
-        same(logprobs(logits, target, 4, **cut), whole, cut)
+        same(logprobs(logits, target, 4, **cut), whole, cut)  # type: ignore[arg-type]
     same(logprobs(logits[3:4], target[3:4], 4, rows=1), whole[3:4], "alone")
     chosen = logprobs_kernel.Cut(blocks=2, join=1, rows=8, warps=4)
     shards = []

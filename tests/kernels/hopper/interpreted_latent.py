@@ -23,6 +23,7 @@ from isoexec.kernels.latent_attention.hopper.backward import Tile, gradients
 CHECKS: dict[str, Callable[[], None]] = {}
 SCALE = 192**-0.5
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]
+Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def check(function: Callable[[], None]) -> Callable[[], None]:
@@ -79,7 +80,7 @@ def the_reference_merges_its_segments() -> None:
     other(got, naive.attention(*x, SCALE, kv_segment=64), "segments of 64")
 
 
-def packed(lengths: list[int], heads: int) -> tuple[tuple[Tensor, ...], Tensor]:
+def packed(lengths: list[int], heads: int) -> tuple[Packed, Tensor]:
     """Operands, outputs, log-sum-exps and output gradients of packed sequences, and where each begins."""
     T = sum(lengths)
     x = operands(T, heads, T)
@@ -91,8 +92,8 @@ def packed(lengths: list[int], heads: int) -> tuple[tuple[Tensor, ...], Tensor]:
     ), (torch.tensor([0, *lengths]).cumsum(0).to(torch.int32))
 
 
-def of(x: tuple[Tensor, ...], rows: slice) -> tuple[Tensor, ...]:
-    return (*(t[rows] for t in x[:5]), x[5][:, rows], x[6][rows])
+def of(x: Packed, rows: slice) -> Packed:
+    return (x[0][rows], x[1][rows], x[2][rows], x[3][rows], x[4][rows], x[5][:, rows], x[6][rows])
 
 
 @check
@@ -100,11 +101,11 @@ def gradients_have_their_specifications_bits_in_any_tile_and_pack() -> None:
     lengths = [70, 1, 45]
     x, q_start = packed(lengths, 2)
     for queries, keys in (((64, 32), 64), ((16, 64), 32), ((32, 16), 16)):
-        tiles = {
-            "queries": Tile(rows=queries[0], keys=queries[1], warps=4, stages=1),
-            "keys": Tile(rows=naive.ROWS, keys=keys, warps=4, stages=1),
-        }
-        got = gradients(*x, q_start, max(lengths), SCALE, **tiles)
+        tiles = (
+            Tile(rows=queries[0], keys=queries[1], warps=4, stages=1),
+            Tile(rows=naive.ROWS, keys=keys, warps=4, stages=1),
+        )
+        got = gradients(*x, q_start, max(lengths), SCALE, None, *tiles)
         for b, length in enumerate(lengths):
             rows = slice(int(q_start[b]), int(q_start[b]) + length)
             want = naive.gradients(*of(x, rows), SCALE)

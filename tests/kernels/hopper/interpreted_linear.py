@@ -121,7 +121,7 @@ def the_kinds_of_programs_and_their_number_change_no_bit() -> None:
     programs = chains._programs
     try:
         for count in (1, 3, 1000):
-            chains._programs = lambda _, n=count: n
+            chains._programs = lambda _, n=count: n  # type: ignore[assignment]
             same(run("forward", x, w, acc, tile=_tile("maps", 16, 32, 64)), want, count)
     finally:
         chains._programs = programs

@@ -42,13 +42,13 @@ _MANY = logprobs.Cut(blocks=4, join=2, rows=32, warps=4)
 
 np.seterr(all="ignore")
 logprobs.cut_for = lambda *_: _MANY
-logprobs.launch_merge.__kwdefaults__["rows_per_program"] = 32
-logprobs.launch_gradient.__kwdefaults__.update(rows_per_program=32, columns_per_program=1024)
-table.tiles = lambda: {HEAD: ((8192, TILE),)}
+logprobs.launch_merge.__kwdefaults__["rows_per_program"] = 32  # type: ignore[index]
+logprobs.launch_gradient.__kwdefaults__.update(rows_per_program=32, columns_per_program=1024)  # type: ignore[union-attr]
+table.tiles = lambda: {HEAD: ((8192, TILE),)}  # type: ignore[assignment]
 table.UNTUNED = dict.fromkeys(table.PRODUCTS, ((table.ANY, CHAIN),))
 plan.BACKWARD_ROWS = 10
 cublaslt.switches = lambda: cublaslt.WANTED
-cublaslt.restore = lambda _: None
+cublaslt.restore = lambda _: None  # type: ignore[assignment]
 
 from isoexec.kernels.linear_logprobs.hopper import gate as from_hidden  # noqa: E402
 from isoexec.kernels.logprobs.hopper import gate as from_logits  # noqa: E402

@@ -117,7 +117,7 @@ def _sharded(rank: int, size: int, group: ProcessGroup) -> Results:
                     device=torch.device("cpu"),
                     group=group,
                     stages=size,
-                    form=form,  # type: ignore[arg-type]
+                    form=form,
                     out_dtype=FP32,
                     name="rows in blocks",
                     blocks=count,
@@ -162,7 +162,7 @@ def _joined(rank: int, size: int, folder: str) -> ProcessGroup:
         "row_input_gradient": parallel._row_gradient,
     }.items():
         library._LIBRARY.impl(f"sm90_{name}", kernel, "CPU")
-    products.product = _product  # type: ignore[assignment]
+    products.product = _product
     store = FileStore(f"{folder}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     world = dist.group.WORLD
