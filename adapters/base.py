@@ -294,11 +294,8 @@ def make_plan(
             fix="load the model in an admitted dtype",
         )
     modes = enforcement_from_env(more=contract.regions)
-    regions = regions_of(contract, role)
-    if any(modes[name].installs for name in regions):
-        _require_arch(contract)
     bindings = []
-    for name in regions:
+    for name in regions_of(contract, role):
         mode = modes[name]
         _require_route(contract, name, mode)
         if mode is Enforcement.OFF:
@@ -346,15 +343,18 @@ def make_plan(
                 enforcement=mode,
             )
         )
-    require_evidence(contract, [b for b in bindings if b.enforcement.installs])
+    installed = [b for b in bindings if b.enforcement.installs]
+    if installed:
+        _require_arch(contract, installed[0].region)
+    require_evidence(contract, installed)
     return Plan(role=role, contract=contract, topology=dict(topology or {}), bindings=tuple(bindings))
 
 
-def _require_arch(contract: Contract) -> None:
+def _require_arch(contract: Contract, region: str) -> None:
     here = arch()
     if contract.arch != here:
         raise InstallError(
-            region="model",
+            region=region,
             wanted=f"a process on {contract.arch}, the arch of {contract.name}",
             found=here,
             fix=f"start it where there is such a device, or take a contract of {here} (isoexec contract for MODEL_DIR)",

@@ -61,6 +61,8 @@ FUNCTIONS: dict[str, Computes] = {
     "bias.add/1": Computes(),
     "embedding.lookup/1": Computes(),
     "grad_norm.exact/1": Computes(constants=("bits",)),
+    "gate.sigmoid_mul/1": Computes(),
+    "l2_norm.pairs/1": _NORM,
     "linear.chain/1": Computes(constants=("accumulate", "boundary", "k_block", "row_tile")),
     "linear.grouped_chain/1": Computes(constants=("accumulate", "k_block", "row_tile")),
     "linear.grouped_mma_chain/1": Computes(constants=("accumulate", "step")),

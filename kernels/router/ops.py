@@ -38,7 +38,8 @@ def check_logits(op: str, logits: Tensor, k: int) -> None:
 
 def _softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     check_logits("router.softmax_topk", logits, k)
-    return naive.softmax_topk(logits, k)
+    weights, experts = naive.softmax_topk(logits, k)
+    return weights, experts.contiguous()
 
 
 def fake(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,27 @@ def _attention_grad() -> tuple[Any, ...]:
     return fill(1, 5, 4, 32, salt=4), q, k, v, out, top, total, 0.2, 32
 
 
+EXPERTS = torch.tensor([[0, 3], [1, 0], [7, 2], [3, 15], [4, 5]])
+SLOTS = torch.tensor([0, 3, 2, 5, 1])  # rows of five of the ten places, expert by expert
+OFFSETS = torch.tensor([0, 2, 5])
+PACKED = torch.stack([fill(2, 64, 32, salt=2), fill(2, 64, 32, salt=3)])
+
 ARGUMENTS = {
+    "router_softmax_topk": lambda: (_grad(5, 16, salt=1), 2),
+    "router_softmax_topk_grad": lambda: (fill(5, 2, salt=1), fill(5, 2, salt=2).abs(), EXPERTS, 16),
+    "router_sigmoid_topk": lambda: (_grad(5, 16, salt=1), fill(16, salt=2), 2, 4, 2, 1.5),
+    "router_sigmoid_topk_grad": lambda: (fill(5, 2, salt=1), fill(5, 16, salt=2), EXPERTS, 1.5),
+    "moe_dispatch": lambda: (_grad(5, 16, salt=1), SLOTS, 2, ""),
+    "moe_dispatch_grad": lambda: (fill(5, 16, salt=1), SLOTS, 5, 2, ""),
+    "moe_take": lambda: (fill(10, 16, salt=1), SLOTS),
+    "moe_by_slot": lambda: (_grad(5, 16, salt=1), SLOTS, 10, ""),
+    "moe_combine": lambda: (_grad(10, 16, salt=1), _grad(5, 2, salt=2), None),
+    "moe_combine_grad": lambda: (fill(5, 16, salt=1), fill(10, 16, salt=2), fill(5, 2, salt=3)),
+    "grouped_chain": lambda: (fill(5, 128, salt=1), PACKED, OFFSETS, None),
+    "grouped_hand_off": lambda: (fill(5, 128, salt=1), PACKED, OFFSETS, ""),
+    "grouped_wgrad": lambda: (fill(5, 64, salt=1), fill(5, 128, salt=2), OFFSETS, 2),
+    "column_grouped_linear": lambda: (_grad(5, 128, salt=1), _grad(2, 64, 128, salt=2), OFFSETS, 64, "", 1),
+    "row_grouped_linear": lambda: (_grad(5, 128, salt=1), _grad(2, 64, 128, salt=2), OFFSETS, 64, ""),
     "linear_chain": lambda: (fill(5, 128, salt=1), fill(2, 64, 32, salt=2), None),
     "linear_hand_off": lambda: (fill(5, 128, salt=1), fill(2, 64, 32, salt=2), "", False),
     "linear_wgrad": lambda: (fill(5, 64, salt=1), fill(5, 128, salt=2)),

@@ -51,16 +51,31 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "grad_norm.exact/1": {"bits": 62},
 }
 SM90: dict[str, dict[str, Any]] = {
-    "rms_norm.pairs/1": {"reduce": "pair_tree", "accumulate": "float32"},
+    **dict.fromkeys(
+        (
+            "rms_norm.pairs/1",
+            "rms_norm.pairs_centred/1",
+            "rms_norm.pairs_gated/1",
+            "l2_norm.pairs/1",
+        ),
+        {"reduce": "pair_tree", "accumulate": "float32"},
+    ),
+    **dict.fromkeys(
+        ("rope.neox_fp32/1", "rope.interleaved_fp32/1", "rope.yarn_interleaved_fp32/1"),
+        {"table": "float64_to_float32", "length": 8192},
+    ),
+    "gate.sigmoid_mul/1": {},
     "linear.mma_chain/1": {"step": 16, "accumulate": "float32", "boundary": "model"},
-    "rope.neox_fp32/1": {"table": "float64_to_float32", "length": 8192},
     "attention.mma_segments/1": {"kv_segment": 4096},
     "silu_mul.poly/1": {},
     "linear.grouped_mma_chain/1": {"step": 16, "accumulate": "float32"},
     "moe.shared_gate/1": {"step": 16, "accumulate": "float32"},
     **{
         name: CONSTANTS[name]
-        for name in ("router.softmax_topk/1", "router.sigmoid_topk/1", "moe.dispatch/1", "moe.combine/1")
+        for name in (
+            *("router.softmax_topk/1", "router.sigmoid_topk/1", "moe.dispatch/1", "moe.combine/1"),
+            *("bias.add/1", "embedding.lookup/1", "grad_norm.exact/1"),
+        )
     },
     "logprobs.blocks/2": {"block": 128, "vocab_leaves": 8},
     "linear_logprobs.mma_blocks/1": {"step": 16, "accumulate": "float32", "block": 128, "vocab_leaves": 8},

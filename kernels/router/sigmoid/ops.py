@@ -41,7 +41,8 @@ def _sigmoid(
     logits: Tensor, bias: Tensor, k: int, groups: int, groups_chosen: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     check_sigmoid("router.sigmoid_topk", logits, bias, k, groups, groups_chosen)
-    return naive.sigmoid_topk(logits, bias, k, groups, groups_chosen, scale)
+    weights, experts = naive.sigmoid_topk(logits, bias, k, groups, groups_chosen, scale)
+    return weights, experts.contiguous()
 
 
 def _sigmoid_fake(
