@@ -241,7 +241,7 @@ _ALL = (
         id="moe.dispatch",
         version=1,
         kernels=(
-            _cpu("dispatch", "plan", "dispatch", "by_slot"),
+            _cpu("dispatch", "plan", "dispatch", "DispatchPlan", "by_slot"),
             _sm90(
                 "dispatch",
                 *("DevicePlan", "plan", "dispatch", "by_slot"),
@@ -280,6 +280,7 @@ _ALL = (
                 "rope",
                 "rope_sections",
                 "section_axes",
+                "rotate",
                 "table_digest",
                 "tables",
                 also=("rope/naive.py",),
@@ -324,7 +325,7 @@ _ALL = (
     Function(
         id="logprobs.blocks",
         version=2,
-        kernels=(_sm90("logprobs", *_LOGPROBS, also=("groups.py",)),),
+        kernels=(_sm90("logprobs", "fresh", "joined", "own_leaves", *_LOGPROBS, also=("groups.py",)),),
         fixed=(("block", BLOCK),),
         free=("vocab_leaves",),
     ),
@@ -334,6 +335,7 @@ _ALL = (
         kernels=(
             _sm90(
                 "linear_logprobs",
+                "nodes",
                 *(f"linear_{name.removeprefix('token_')}" for name in _LOGPROBS),
                 also=_HEAD,
             ),
