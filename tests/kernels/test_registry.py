@@ -33,6 +33,8 @@ from isoexec.kernels.rope import rope
 from isoexec.kernels.router import sigmoid_topk, softmax_topk
 from isoexec.kernels.silu_mul import silu_mul
 
+_PAIRS = {"reduce": "pair_tree", "accumulate": "float32"}
+_TABLE = {"table": "float64_to_float32", "length": 8192}
 _ROUTER = {"accumulate": "float32", "ties": "lowest_expert", "normalize": "chosen"}
 CONSTANTS: dict[str, dict[str, Any]] = {
     "embedding.lookup/1": {},
@@ -51,19 +53,13 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "grad_norm.exact/1": {"bits": 62},
 }
 SM90: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        (
-            "rms_norm.pairs/1",
-            "rms_norm.pairs_centred/1",
-            "rms_norm.pairs_gated/1",
-            "l2_norm.pairs/1",
-        ),
-        {"reduce": "pair_tree", "accumulate": "float32"},
-    ),
-    **dict.fromkeys(
-        ("rope.neox_fp32/1", "rope.interleaved_fp32/1", "rope.yarn_interleaved_fp32/1"),
-        {"table": "float64_to_float32", "length": 8192},
-    ),
+    "rms_norm.pairs/1": _PAIRS,
+    "rms_norm.pairs_centred/1": _PAIRS,
+    "rms_norm.pairs_gated/1": _PAIRS,
+    "l2_norm.pairs/1": _PAIRS,
+    "rope.neox_fp32/1": _TABLE,
+    "rope.interleaved_fp32/1": _TABLE,
+    "rope.yarn_interleaved_fp32/1": _TABLE,
     "gate.sigmoid_mul/1": {},
     "linear.mma_chain/1": {"step": 16, "accumulate": "float32", "boundary": "model"},
     "attention.mma_segments/1": {"kv_segment": 4096},
