@@ -3,13 +3,9 @@
 
 from __future__ import annotations
 
-import ast
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,35 +19,20 @@ from isoexec.kernels.domain import DomainError
 from isoexec.kernels.gates.checking import subject
 from isoexec.kernels.gates.found import gate_for
 
-HERE = Path(__file__).parent
-INTERPRETED = HERE / "interpreted_attention.py"
-CHECKS = [
-    n.name
-    for n in ast.parse(INTERPRETED.read_text()).body
-    if isinstance(n, ast.FunctionDef) and any(getattr(d, "id", "") == "check" for d in n.decorator_list)
-]
+INTERPRETED = "interpreted_attention.py"
 FUNCTION = "attention.mma_segments/1"
 
 
-def _run(script: Path, **environment: str) -> dict[str, object]:
-    given = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
-    given["PYTHONPATH"] = str(HERE)  # the scripts share modules, and a safe path leaves their own folder out
-    run = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=given, timeout=580, cwd=HERE
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    found: dict[str, object] = json.loads(run.stdout)
+@pytest.fixture(scope="module")
+def interpreted(script: Callable[..., Any]) -> dict[str, str]:
+    found: dict[str, str] = script(INTERPRETED, interpreted=True)
     return found
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, object]:
-    return _run(INTERPRETED, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-
-
-@pytest.fixture(scope="module")
-def built() -> dict[str, dict[str, int]]:
-    return _run(HERE / "compiled_attention.py", OMP_NUM_THREADS="1")  # type: ignore[return-value]
+def built(script: Callable[..., Any]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = script("compiled_attention.py")
+    return found
 
 
 @pytest.fixture
@@ -61,9 +42,8 @@ def nothing_loaded() -> Iterator[None]:
     fa3.load.cache_clear()
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_in_the_interpreter(name: str, interpreted: dict[str, object]) -> None:
-    assert interpreted[name] == ""
+def test_in_the_interpreter(check: str, interpreted: dict[str, str]) -> None:
+    assert interpreted[check] == ""
 
 
 def test_nothing_spills_and_registers_leave_room(built: dict[str, dict[str, int]]) -> None:

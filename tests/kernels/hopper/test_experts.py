@@ -3,12 +3,8 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,39 +25,24 @@ from isoexec.kernels.router.sigmoid.hopper.ops import sigmoid_topk
 from isoexec.kernels.shared_gate.hopper.ops import shared_gate
 
 HERE = Path(__file__).parent
-INTERPRETED = HERE / "interpreted_experts.py"
-CHECKS = [
-    n.name
-    for n in ast.parse(INTERPRETED.read_text()).body
-    if isinstance(n, ast.FunctionDef) and any(getattr(d, "id", "") == "check" for d in n.decorator_list)
-]
+INTERPRETED = "interpreted_experts.py"
 BF16 = torch.bfloat16
 
 
-def started(script: Path, *left_out: str) -> dict[str, Any]:
-    environment = {k: v for k, v in os.environ.items() if k not in left_out}
-    environment |= {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=580
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    found: dict[str, Any] = json.loads(run.stdout)
+@pytest.fixture(scope="module")
+def interpreted(script: Callable[..., Any]) -> dict[str, str]:
+    found: dict[str, str] = script(INTERPRETED, interpreted=True)
     return found
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, str]:
-    return started(INTERPRETED)
+def built(script: Callable[..., Any]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = script("compiled_experts.py")
+    return found
 
 
-@pytest.fixture(scope="module")
-def built() -> dict[str, dict[str, int]]:
-    return started(HERE / "compiled_experts.py", "TRITON_INTERPRET")
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_in_the_interpreter(name: str, interpreted: dict[str, str]) -> None:
-    assert interpreted[name] == ""
+def test_in_the_interpreter(check: str, interpreted: dict[str, str]) -> None:
+    assert interpreted[check] == ""
 
 
 def test_nothing_spills_is_approximate_or_flushes_subnormals(built: dict[str, dict[str, int]]) -> None:

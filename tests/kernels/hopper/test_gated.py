@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -18,7 +15,6 @@ from isoexec.kernels import registry
 from isoexec.kernels.gates.checking import subject
 from isoexec.kernels.gates.found import constants_of, contracts_for, gate_for, gated
 
-SCRIPT = Path(__file__).with_name("gated.py")
 # what one process checks: most of a small op's time is the start of its process
 TOGETHER = (
     ("linear",),
@@ -63,13 +59,8 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("ops", TOGETHER)
-def test_every_check_holds_in_the_interpreter(ops: tuple[str, ...]) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, str(SCRIPT), *ops], capture_output=True, text=True, env=environment, timeout=580
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    found: dict[str, list[str]] = json.loads(run.stdout)
+def test_every_check_holds_in_the_interpreter(ops: tuple[str, ...], script: Callable[..., Any]) -> None:
+    found: dict[str, list[str]] = script("gated.py", *ops)
     assert sorted(found) == sorted(
         f"{op} {family}" for op in ops for family in gate_for(FUNCTIONS[op], "sm90").families
     )

@@ -3,12 +3,8 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,42 +17,22 @@ from isoexec.kernels.linear.hopper.handoff import buffers, gather, ops, protocol
 from isoexec.kernels.linear.hopper.handoff.kernel import Cut, tiles_of
 
 BF16 = torch.bfloat16
-HERE = Path(__file__).parent
-INTERPRETED = HERE / "handoff_interpreted.py"
-CHECKS = [
-    n.name
-    for n in ast.parse(INTERPRETED.read_text()).body
-    if isinstance(n, ast.FunctionDef) and any(getattr(d, "id", "") == "check" for d in n.decorator_list)
-]
-
-
-def run(script: str, **environment: str) -> Any:
-    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(HERE / script)],
-        capture_output=True,
-        text=True,
-        env={**kept, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", **environment},
-        timeout=580,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+INTERPRETED = "handoff_interpreted.py"
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, str]:
-    found: dict[str, str] = run("handoff_interpreted.py")
+def results(script: Callable[..., Any]) -> dict[str, str]:
+    found: dict[str, str] = script(INTERPRETED)
     return found
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_ranks_in_the_interpreter(name: str, results: dict[str, str]) -> None:
-    assert results[name] == ""
+def test_ranks_in_the_interpreter(check: str, results: dict[str, str]) -> None:
+    assert results[check] == ""
 
 
 @pytest.fixture(scope="module")
-def built() -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = run("compiled_handoff.py")
+def built(script: Callable[..., Any]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = script("compiled_handoff.py")
     return found
 
 

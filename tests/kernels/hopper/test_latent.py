@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,28 +13,17 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 
 from isoexec.kernels.latent_attention.hopper import naive
 
-HERE = Path(__file__).parent
 SCALE = 192**-0.5
 
 
-def _run(name: str, **environment: str) -> dict[str, object]:
-    given = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
-    given |= {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, str(HERE / name)], capture_output=True, text=True, env=given, timeout=580, cwd=HERE
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    found: dict[str, object] = json.loads(run.stdout)
+@pytest.fixture(scope="module")
+def built(script: Callable[..., Any]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = script("compiled_latent.py")
     return found
 
 
-@pytest.fixture(scope="module")
-def built() -> dict[str, dict[str, int]]:
-    return _run("compiled_latent.py")  # type: ignore[return-value]
-
-
-def test_its_kernels_have_their_specifications_bits_in_the_interpreter() -> None:
-    found = _run("interpreted_latent.py", TRITON_INTERPRET="1")
+def test_its_kernels_have_their_specifications_bits_in_the_interpreter(script: Callable[..., Any]) -> None:
+    found = script("interpreted_latent.py", interpreted=True)
     assert len(found) >= 5
     assert {name: trouble for name, trouble in found.items() if trouble} == {}
 

@@ -3,12 +3,8 @@
 
 from __future__ import annotations
 
-import ast
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -27,39 +23,22 @@ from isoexec.kernels.linear.hopper.ops import (
     weight_gradient,
 )
 
-HERE = Path(__file__).parent
-INTERPRETED = HERE / "interpreted_linear.py"
-CHECKS = [
-    n.name
-    for n in ast.parse(INTERPRETED.read_text()).body
-    if isinstance(n, ast.FunctionDef) and any(getattr(d, "id", "") == "check" for d in n.decorator_list)
-]
+INTERPRETED = "interpreted_linear.py"
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def _run(script: Path, **environment: str) -> dict[str, object]:
-    given = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
-    given["PYTHONPATH"] = str(HERE)  # the scripts share modules, and a safe path leaves their own folder out
-    run = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=given, timeout=580, cwd=HERE
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    found: dict[str, object] = json.loads(run.stdout)
+@pytest.fixture(scope="module")
+def interpreted(script: Callable[..., Any]) -> dict[str, str]:
+    found: dict[str, str] = script(INTERPRETED, interpreted=True)
     return found
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, object]:
-    return _run(INTERPRETED, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+def test_in_the_interpreter(check: str, interpreted: dict[str, str]) -> None:
+    assert interpreted[check] == ""
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_in_the_interpreter(name: str, interpreted: dict[str, object]) -> None:
-    assert interpreted[name] == ""
-
-
-def test_every_layout_compiles_on_the_tensor_cores_without_spills() -> None:
-    built: dict[str, dict[str, int]] = _run(HERE / "compiled_linear.py", OMP_NUM_THREADS="1")  # type: ignore[assignment]
+def test_every_layout_compiles_on_the_tensor_cores_without_spills(script: Callable[..., Any]) -> None:
+    built: dict[str, dict[str, int]] = script("compiled_linear.py")
     assert len(built) >= 30
     bad = ("stack", "local", "fused", "approximate", "flushing")
     assert {n: b for n, b in built.items() if b["registers"] > 192 or any(b[x] for x in bad)} == {}

@@ -3,28 +3,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed here")
 
 
-def test_two_and_four_ranks_have_the_bits_of_one_and_faults_do_not() -> None:
-    # imported by name, so that the ranks find its functions
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", "import logprobs_ranks; logprobs_ranks.main()"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=580,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    found: dict[str, str] = json.loads(run.stdout)
+def test_two_and_four_ranks_have_the_bits_of_one_and_faults_do_not(script: Callable[..., Any]) -> None:
+    found = script("logprobs_ranks.py", imported=True)
     assert len(found) == 13
     assert {name: why for name, why in found.items() if why} == {}
