@@ -11,7 +11,7 @@ import triton.language as tl
 
 from isoexec.kernels.hopper import spec
 
-__all__ = ["exp", "fold", "fold_rows", "log", "power_of_two", "sigmoid", "top"]
+__all__ = ["exp", "fold", "fold_rows", "log", "log64", "power_of_two", "sigmoid", "top"]
 
 _LOG2E = tl.constexpr(spec.LOG2E)
 _LN2_HIGH = tl.constexpr(-spec.LN2_HIGH)
@@ -86,8 +86,8 @@ def sigmoid(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def log(x: tl.tensor) -> tl.tensor:
-    """`spec.log`."""
+def log64(x: tl.tensor) -> tl.tensor:
+    """Natural logarithm of normal positive fp32 numbers in fp64, as `spec.log` has it before it rounds."""
     bits = x.to(tl.float64).to(tl.int64, bitcast=True)
     m = ((bits & _MANTISSA) | _ONE).to(tl.float64, bitcast=True)
     e = ((bits >> 52) - 1023).to(tl.float64)
@@ -105,5 +105,10 @@ def log(x: tl.tensor) -> tl.tensor:
     y = y * w + tl.full(x.shape, _L6, tl.float64)
     y = y * w + tl.full(x.shape, _L7, tl.float64)
     y = y * w + tl.full(x.shape, _L8, tl.float64)
-    y = (e * tl.full(x.shape, _LN2, tl.float64) + (z + z) * y).to(tl.float32)
-    return tl.where((x > 0.0) & (x < float("inf")), y, float("nan"))
+    return e * tl.full(x.shape, _LN2, tl.float64) + (z + z) * y
+
+
+@triton.jit
+def log(x: tl.tensor) -> tl.tensor:
+    """`spec.log`."""
+    return tl.where((x > 0.0) & (x < float("inf")), log64(x).to(tl.float32), float("nan"))

@@ -55,6 +55,34 @@ def lane_total(lanes: tl.tensor) -> tl.tensor:
     return (l0 + l2) + (l1 + l3)
 
 
+@triton.jit
+def _weighed(
+    s: tl.tensor,
+    m: tl.tensor,
+    lanes: tl.tensor,
+    c: tl.tensor,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+    HARDWARE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """A block's weights [ROWS, WIDTH], the fade of what was before it, the lanes with its weights, and the new maximum."""
+    high = tl.maximum(m, tl.max(s, axis=1))
+    base = tl.where(high == float("-inf"), 0.0, high)
+    r = _unary((m - base) * c, "ex2", HARDWARE)
+    cs = tl.full([ROWS, WIDTH], 1.0, tl.float32) * c
+    p = _unary(tl.fma(s, cs, tl.zeros([ROWS, WIDTH], tl.float32) - (base * c)[:, None]), "ex2", HARDWARE)
+    # [rows, key // 8, lane, key % 2] -> [rows, lane, order]
+    order = tl.reshape(
+        tl.permute(tl.reshape(p, (ROWS, WIDTH // 8, 4, 2)), (0, 2, 1, 3)), (ROWS, 4, WIDTH // 4)
+    )
+    place = tl.arange(0, WIDTH // 4)
+    for a in range(KEYS // 4):
+        one = tl.sum(tl.where(place[None, None, :] == a, order, 0.0), axis=2)
+        lanes = tl.where(a == 0, tl.fma(lanes, tl.broadcast_to(r[:, None], (ROWS, 4)), one), lanes + one)
+    return p, r, lanes, high
+
+
 @triton.jit(do_not_specialize=["R", "n", "visible"])
 def segment_kernel(
     q: tl.tensor,
@@ -96,9 +124,7 @@ def segment_kernel(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     o = tl.zeros([ROWS, D], tl.float32)
     lanes = tl.zeros([ROWS, 4], tl.float32)
-    cs = tl.full([ROWS, WIDTH], 1.0, tl.float32) * c
     blocks = tl.cdiv(tl.minimum(visible + first + ROWS - 1, n), KEYS)
-    place = tl.arange(0, WIDTH // 4)
     for i in range(blocks):
         start = i * KEYS if ASCENDING else (blocks - 1 - i) * KEYS
         key = start + col
@@ -109,22 +135,11 @@ def segment_kernel(
         )
         s = tl.dot(x, kx, tl.zeros([ROWS, WIDTH], tl.float32))
         s = tl.where((col < KEYS)[None, :] & (key[None, :] < limit[:, None]), s, float("-inf"))
-        high = tl.maximum(m, tl.max(s, axis=1))
-        base = tl.where(high == float("-inf"), 0.0, high)
-        r = _unary((m - base) * c, "ex2", HARDWARE)
-        p = _unary(tl.fma(s, cs, tl.zeros([ROWS, WIDTH], tl.float32) - (base * c)[:, None]), "ex2", HARDWARE)
-        # [rows, key // 8, lane, key % 2] -> [rows, lane, order]
-        order = tl.reshape(
-            tl.permute(tl.reshape(p, (ROWS, WIDTH // 8, 4, 2)), (0, 2, 1, 3)), (ROWS, 4, WIDTH // 4)
-        )
-        for a in range(KEYS // 4):
-            one = tl.sum(tl.where(place[None, None, :] == a, order, 0.0), axis=2)
-            lanes = tl.where(a == 0, tl.fma(lanes, tl.broadcast_to(r[:, None], (ROWS, 4)), one), lanes + one)
+        p, r, lanes, m = _weighed(s, m, lanes, c, ROWS, WIDTH, KEYS, HARDWARE)
         vx = tl.load(
             v + at[:, None] * v_row + (h // GROUP) * v_head + d[None, :], mask=real[:, None], other=0.0
         )
         o = tl.dot(p.to(tl.bfloat16), vx, o * r[:, None])
-        m = high
     total = lane_total(lanes)
     y = o * _unary(total, "rcp", HARDWARE)[:, None]
     at = row.to(tl.int64)[:, None] * o_row + h * o_head + d[None, :]

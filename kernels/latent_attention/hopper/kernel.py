@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from isoexec.kernels.attention.hopper.kernel import _unary, lane_total, launch_merge
+from isoexec.kernels.attention.hopper.kernel import _unary, _weighed, lane_total, launch_merge
 from isoexec.kernels.attention.hopper.naive import LN2, constants
 from isoexec.kernels.latent_attention.hopper.naive import BLOCK, LATENT, ROPE
 
@@ -69,9 +69,7 @@ def segment_kernel(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     o = tl.zeros([ROWS, WIDTH], tl.float32)
     lanes = tl.zeros([ROWS, 4], tl.float32)
-    cs = tl.full([ROWS, KEYS], 1.0, tl.float32) * c
     blocks = tl.cdiv(tl.minimum(visible + first + ROWS - 1, n), KEYS)
-    place = tl.arange(0, KEYS // 4)
     for i in range(blocks):
         start = i * KEYS if ASCENDING else (blocks - 1 - i) * KEYS
         key = start + col
@@ -85,19 +83,8 @@ def segment_kernel(
         else:
             s = tl.dot(y, rows.T, tl.dot(x, turned, s))
         s = tl.where(key[None, :] < limit[:, None], s, float("-inf"))
-        high = tl.maximum(m, tl.max(s, axis=1))
-        base = tl.where(high == float("-inf"), 0.0, high)
-        r = _unary((m - base) * c, "ex2", HARDWARE)
-        p = _unary(tl.fma(s, cs, tl.zeros([ROWS, KEYS], tl.float32) - (base * c)[:, None]), "ex2", HARDWARE)
-        # [rows, key // 8, lane, key % 2] -> [rows, lane, order]
-        order = tl.reshape(
-            tl.permute(tl.reshape(p, (ROWS, KEYS // 8, 4, 2)), (0, 2, 1, 3)), (ROWS, 4, KEYS // 4)
-        )
-        for a in range(KEYS // 4):
-            one = tl.sum(tl.where(place[None, None, :] == a, order, 0.0), axis=2)
-            lanes = tl.where(a == 0, tl.fma(lanes, tl.broadcast_to(r[:, None], (ROWS, 4)), one), lanes + one)
+        p, r, lanes, m = _weighed(s, m, lanes, c, ROWS, KEYS, KEYS, HARDWARE)
         o = tl.dot(p.to(tl.bfloat16), rows, o * r[:, None])
-        m = high
     total = lane_total(lanes)
     result = o * _unary(total, "rcp", HARDWARE)[:, None]
     tl.store(out + at_row * o_row + h * o_head + d[None, :], result.to(tl.bfloat16), mask=real_row)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from isoexec.kernels.hopper import spec
-from isoexec.kernels.hopper.arithmetic import _larger, fold
+from isoexec.kernels.hopper.arithmetic import _larger, fold, log64
 from isoexec.kernels.logprobs.hopper import naive
 
 __all__ = ["blocks", "finish", "reach", "sums", "terms", "tree", "whole"]
@@ -21,11 +21,7 @@ BASE32 = tl.constexpr(naive.BASE32)
 _C0, _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in naive.EXP2)
 _INVERSE = tl.constexpr(naive.INVERSE)
 _BASE = tl.constexpr(naive.BASE)
-_L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8 = (tl.constexpr(c) for c in spec.LOG)
 _LN2 = tl.constexpr(spec.LN2)
-_ROOT2 = tl.constexpr(spec.ROOT2)
-_MANTISSA = tl.constexpr((1 << 52) - 1)
-_ONE = tl.constexpr(1023 << 52)
 
 
 @triton.jit
@@ -87,28 +83,6 @@ def tree(
 
 
 @triton.jit
-def _log64(x: tl.tensor) -> tl.tensor:
-    bits = x.to(tl.float64).to(tl.int64, bitcast=True)
-    m = ((bits & _MANTISSA) | _ONE).to(tl.float64, bitcast=True)
-    e = ((bits >> 52) - 1023).to(tl.float64)
-    high = m > tl.full(x.shape, _ROOT2, tl.float64)
-    e = tl.where(high, e + 1.0, e)
-    m = tl.where(high, m * 0.5, m)
-    z = (m - 1.0) / (m + 1.0)
-    u = z * z
-    y = tl.full(x.shape, _L0, tl.float64)
-    y = y * u + tl.full(x.shape, _L1, tl.float64)
-    y = y * u + tl.full(x.shape, _L2, tl.float64)
-    y = y * u + tl.full(x.shape, _L3, tl.float64)
-    y = y * u + tl.full(x.shape, _L4, tl.float64)
-    y = y * u + tl.full(x.shape, _L5, tl.float64)
-    y = y * u + tl.full(x.shape, _L6, tl.float64)
-    y = y * u + tl.full(x.shape, _L7, tl.float64)
-    y = y * u + tl.full(x.shape, _L8, tl.float64)
-    return e * tl.full(x.shape, _LN2, tl.float64) + (z + z) * y
-
-
-@triton.jit
 def finish(
     x: tl.tensor, m: tl.tensor, s: tl.tensor, w: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
@@ -116,7 +90,7 @@ def finish(
     good = (m > -LIMIT) & (m < LIMIT)
     n = whole(m)
     inverse = tl.full(x.shape, _INVERSE, tl.float64)
-    logarithm = _log64(s)
+    logarithm = log64(s)
     lse = (n.to(tl.float64) * tl.full(x.shape, _LN2, tl.float64) + logarithm) * inverse
     log_p = (x.to(tl.float64) - lse).to(tl.float32)
     log_p = tl.where(log_p > 0.0, 0.0, log_p)
