@@ -187,11 +187,13 @@ def call(
     out: Tensor | None = None,
     splits: int = 1,
     window: tuple[int, int] | None = None,
+    q_v: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One call over the entries of `table` (see `kernel.launch_tables`): (out [rows, H, D], lse [H, rows]).
 
     Rows that no entry has are not written. q [rows, H, D]; k and v [keys, KV, D], or [pages, page, KV, D] with `pages`.
-    `splits` other than 1 and a `window` are other functions: the gates use them.
+    `splits` other than 1 and a `window` are other functions: the gates use them. With `q_v` [rows, H, V], D being 64 and v's
+    rows V wide, a score is q k + q_v v; its blocks have 64 keys on every path.
     """
     D = q.shape[-1]
     require(
@@ -205,7 +207,7 @@ def call(
         v,
         None,  # k_new
         None,  # v_new
-        None,  # q_v
+        q_v,
         out,
         table[0],
         table[3] if pages is None else None,
