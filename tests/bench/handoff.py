@@ -66,6 +66,10 @@ class Case:
     K: int
     laps: int = 1
 
+    def parts(self, x: Tensor) -> list[int]:
+        """The laps of a rank's `x [M, K / ranks]`."""
+        return [x.shape[1] // self.laps] * self.laps
+
 
 CASES = (
     Case(name="8B o", product="row", N=4096, K=4096),
@@ -239,7 +243,13 @@ def build(job: tuple[int, int, int, Cut, bool, int, bool]) -> str:
         x = torch.empty(16, k, dtype=BF16, device="cuda")
         w = torch.empty(*((k, 256) if turned else (256, k)), dtype=BF16, device="cuda")
         out = torch.empty(16, 256, dtype=BF16, device="cuda")
-        sizes: dict[str, Any] = {"per": 16, "stride": 16, "each": each, "laps": laps, "turned": turned}
+        sizes: dict[str, Any] = {
+            "per": 16,
+            "stride": 16,
+            "each": each,
+            "parts": [k // laps] * laps,
+            "turned": turned,
+        }
         grid, arguments, options = call_of(x, w, out, room, one, **sizes)
         chain_kernel.warmup(*arguments, grid=grid, **options)
     except Exception as error:  # noqa: BLE001 - a cut that does not build is left out, and said
@@ -365,7 +375,7 @@ def ours(s: Setting, form: str, one: Schedule, out: Tensor) -> Callable[[int], N
             gather.by_columns(s.xs[0], s.ws[i], out, room, each=each, tile=one.tile)
         else:
             turned = s.case.product == "gradient"
-            ops.run(s.xs[0], s.ws[i], out, room, one, each=each, laps=s.case.laps, turned=turned)
+            ops.run(s.xs[0], s.ws[i], out, room, one, each=each, parts=s.case.parts(s.xs[0]), turned=turned)
 
     return call
 
@@ -433,7 +443,7 @@ def first_calls() -> None:
     for each in (True, False):
         out = torch.empty(64 if each else 64 // room.ranks, 512, dtype=BF16, device="cuda")
         one = Schedule(kind="rows", mover="kernel")
-        ops.run(x, w, out, room, one, each=each, laps=1, turned=False)
+        ops.run(x, w, out, room, one, each=each, parts=[256], turned=False)
         whole = torch.randn(512 // room.ranks, 256 * room.ranks, device="cuda").bfloat16()
         gather.by_columns(x, whole, out, room, each=each, tile=None)
     torch.cuda.synchronize()
@@ -451,7 +461,7 @@ def lost_peer() -> dict[str, Any]:
     begin, text, nan = time.monotonic(), "", 0.0
     if dist.get_rank() == 0:
         out = torch.zeros(64, 512, dtype=BF16, device="cuda")
-        ops.run(x, w, out, room, cut(64, 64, 128, 4, 4, swapped=True), each=True, laps=1, turned=False)
+        ops.run(x, w, out, room, cut(64, 64, 128, 4, 4, swapped=True), each=True, parts=[K], turned=False)
         torch.cuda.synchronize()
         nan = float(out.isnan().float().mean())
         try:

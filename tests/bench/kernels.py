@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of the sm90 kernels on one GPU, next to the stock operators: `python tests/bench/kernels.py [--tune | --tune-all]`.
+"""Times of every sm90 op on one GPU, next to the native op, vLLM's batch-invariant kernels and a tree of eight leaves.
 
-Nothing is timed when a quick gate fails. Times are medians of CUDA-graph replays over rotating inputs (the L2 is cold), next to
-the stock operator in the same run. `--tune` first measures the tiles of the few-row chain for weights that
-`kernels/linear/hopper/table.json` lacks, `--tune-all` for all. Tables go to the terminal, `kernels-h200.json` and `.md` to $OUT
-or the working directory. Needs torch and triton on a Hopper GPU, and of this project only `isoexec.kernels` and
-`isoexec.contracts`.
+`python tests/bench/kernels.py [--only OP,OP] [--seconds N]` times each op at the shapes of Qwen3-8B and Qwen3.5-35B-A3B, for 1
+to 8192 rows, forward and, from 1024 rows, backward. It writes `kernels-h200.json` and `.md` to $OUT or the working directory
+after each row, so a run that is cut keeps what it has; what matters most comes first. `--merge FILE ...` puts the JSON of several
+runs together, without a GPU. `--only` takes ops or sections (`--list`). `--tune` measures tiles of the weights that
+`kernels/linear/hopper/table.json` lacks, `--tune-products` those of gradients and continued chains, `--tune-all` all anew.
+Nothing is timed where a function has neither a record nor a quick gate that holds. Needs torch and triton on a Hopper GPU, and of
+this project only `isoexec.kernels` and `isoexec.contracts`.
 """
-
-# ruff: noqa: E402 - where the package is not installed, its links are put on the path first
 
 from __future__ import annotations
 
@@ -19,45 +19,50 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import experts  # type: ignore[import-not-found]  # beside this script, as are
+import heads  # type: ignore[import-not-found]
+import linears  # type: ignore[import-not-found]
+import report  # type: ignore[import-not-found]
+import rows  # type: ignore[import-not-found]
 import torch
 import triton
-from rows import FUNCTIONS, subjects, with_gradient  # type: ignore[import-not-found]  # beside this script
-from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
-
-ROOT = Path(__file__).resolve().parents[2]
-if find_spec("isoexec") is None:
-    sys.path.insert(0, str(ROOT / ".src"))
-
+from subjects import MODELS, AbsentError, Call, Model, Subject, vllm  # type: ignore[import-not-found]
 
 from isoexec.contracts.evidence import default_store
-from isoexec.kernels.gates.found import contracts_for
-from isoexec.kernels.gates.running import State, jobs_of, proven, run_gates, single_thread
+from isoexec.kernels.gates.found import contracts_for, gate_for
+from isoexec.kernels.gates.running import Job, State, jobs_of, proven, run_gates, single_thread
 from isoexec.kernels.hopper.timing import capture, copies_for, graph_time, replay_times
 from isoexec.kernels.linear.hopper import cublaslt, tuning
 from isoexec.kernels.linear.hopper import table as linear_table
-from isoexec.kernels.linear.hopper.ops import linear
-from isoexec.kernels.logprobs.hopper.ops import token_logprobs
 from isoexec.kernels.registry import source_digest
-from isoexec.kernels.rope.hopper.ops import table_digest
 
-TIMED = ("linear.mma_chain/1", "logprobs.blocks/2", *FUNCTIONS)
-TRAINED = 1024  # rows from which gradients are timed
+# sections in the order in which a short run needs them, and so the numbers of rows
+SECTIONS: dict[str, Callable[[Model, int], Iterable[Subject]]] = {
+    "linear": linears.subjects,
+    "rows": rows.subjects,
+    "logprobs": heads.subjects,
+    "experts": experts.subjects,
+    "others": lambda model, M: rows.others(M) if model is MODELS[0] else (),
+}
+ROWS = (8192, 1, 64, 16, 128, 1024)
+FUNCTIONS = (*linears.FUNCTIONS, *heads.FUNCTIONS, *rows.FUNCTIONS, *experts.FUNCTIONS)
+# constants of what no shipped contract binds
+UNBOUND: dict[str, dict[str, str | int | bool]] = {
+    "linear_logprobs.mma_blocks/1": {
+        "step": 16,
+        "accumulate": "float32",
+        "block": 128,
+        "vocab_leaves": heads.LEAVES,
+    }
+}
 COMPILED = (64, 8192)  # rows at which the native op is compiled too
-LINEAR_TIMES = (1, 16, 64, 128, 1024, 8192)
-ROW_TIMES = LINEAR_TIMES
-VOCAB, LEAVES, BASE, HEAD_DIM = 151936, 8, 1e6, 128
-BANDWIDTH, TENSOR = 4.8, 989.0  # TB/s and bf16 TFLOP/s of an H200 as its data sheet says
-BF16, FP32 = torch.bfloat16, torch.float32
-Call = Callable[[int], Any]
-
-TIMES: list[dict[str, Any]] = []
+COPIED = 1024  # rows from which a copy is timed beside
+SLOW_US = 3000.0  # a floor above which fewer replays are enough
 START = time.monotonic()
 
 
@@ -65,228 +70,279 @@ def say(*words: object) -> None:
     print(f"[{time.monotonic() - START:5.0f} s]", *words, flush=True)
 
 
-def rand(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="cuda").normal_(std=scale)
+def every(rows_of: Iterable[int] = ROWS) -> Iterator[tuple[str, Subject]]:
+    """All there is to time, with its section, in the order in which it is timed."""
+    for section, subjects in SECTIONS.items():
+        for M in rows_of:
+            for model in MODELS:
+                for one in subjects(model, M):
+                    yield section, one
 
 
-def failing() -> list[str]:
-    """What the quick gates of the functions timed here find, where no record proves them in this environment."""
-    jobs, now = jobs_of(TIMED, "sm90", contracts_for("sm90"), full=False), time.time()
-    by_function = {name: [job for job in jobs if job.gate.function == name] for name in TIMED}
+def chosen(words: list[str], rows_of: Iterable[int] = ROWS) -> list[Subject]:
+    """What `--only` names, or everything; exits where a word names nothing."""
+    found = list(every(rows_of))
+    known = {name for section, one in found for name in (section, one.op, one.op.partition("+")[0])}
+    if unknown := [word for word in words if word not in known]:
+        raise SystemExit(f"no op or section {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+    return [
+        one for section, one in found if not words or {section, one.op, one.op.partition("+")[0]} & set(words)
+    ]
+
+
+# Before anything is timed
+
+
+def gated(functions: set[str]) -> tuple[dict[str, str], list[str]]:
+    """How each function is known to hold, and what its quick gate finds where no record proves it in this environment."""
+    names = [name for name in FUNCTIONS if name in functions]
+    contracts = contracts_for("sm90")
+    held: dict[str, str] = {}
     with single_thread():
-        held = [name for name in TIMED if proven(by_function[name], default_store(), now=now)]
-    say("proven by records:", ", ".join(held) or "nothing")
-    jobs = [job for job in jobs if job.gate.function not in held]
-    if not jobs:
-        return []
+        for name in names:
+            jobs = jobs_of([name], "sm90", contracts, full=False)
+            if jobs and proven(jobs, default_store(), now=time.time()):
+                held[name] = "record"
+    left = [name for name in names if name not in held]
+    say("proven by records:", ", ".join(held) or "nothing", "| quick gates:", ", ".join(left) or "none")
+    jobs = jobs_of(left, "sm90", contracts, full=False)
+    for gate in (gate_for(name, "sm90") for name in left if name in UNBOUND):
+        jobs += [
+            Job(gate=gate, family=family, constants=UNBOUND[gate.function], full=False)
+            for family in gate.families
+        ]
+    held |= dict.fromkeys(left, "quick gate")
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = run_gates(jobs, State(Path(folder)), fresh=True, said=lambda *_: None)
-        return [f"{one.gate.function} {why}" for one in outcomes for why in one.failures]
+        outcomes = list(run_gates(jobs, State(Path(folder)), fresh=True, said=lambda *_: None))
+    return held, [f"{one.gate.function} {why}" for one in outcomes for why in one.failures]
+
+
+def compile_beside(words: list[str], rows_of: list[int]) -> None:
+    """Compile what will be timed into Triton's cache, in processes beside one another."""
+    count = max(1, min(12, (os.cpu_count() or 2) - 2))
+    command = [sys.executable, __file__, "--rows", *map(str, rows_of)]
+    command += ["--only", ",".join(words)] if words else []
+    children = [subprocess.Popen([*command, "--warm", f"{i}/{count}"]) for i in range(count)]
+    bad = sum(child.wait() != 0 for child in children)
+    say(f"compiled by {count} processes", f"({bad} of them ended badly)" if bad else "")
+
+
+def warm(subjects: list[Subject], part: str) -> None:
+    """Call ours and the leaf tree once for every `count`-th subject; what fails here fails again where it is timed."""
+    index, count = map(int, part.split("/"))
+    for one in subjects[index::count]:
+        if one.nbytes > 4e9:
+            continue  # by libraries, or by kernels that fewer rows have compiled
+        try:
+            inputs = (*one.make(), *one.shared())
+            one.ours(*inputs)
+            if "leaf tree" in one.peers:
+                one.peers["leaf tree"](*inputs)
+            torch.cuda.synchronize()
+        except Exception as error:  # noqa: BLE001 - said, and said again in the table
+            say("not compiled:", one.op, one.shape, one.rows, repr(error)[:200])
+        inputs = ()
+        torch.cuda.empty_cache()
 
 
 # Times
 
 
-def compared(native: Call, ours: Call, copies: int) -> dict[str, float]:
-    """Times in turns: native twice (its second graph shows the noise), with cuBLAS as torch ships it, and ours."""
-    before = cublaslt.switches()
-    cublaslt.restore(cublaslt.SHIPPED)
-    try:
-        graphs = [capture(native, copies), capture(native, copies)]
-    finally:
-        cublaslt.restore(before)
-    first, again, own = replay_times([*graphs, capture(ours, copies)], copies)
-    return {"native": first, "again": again, "ours": own}
+def copier(nbytes: float, copies: int) -> Call:
+    """A copy that moves `nbytes` in all, over rotating buffers."""
+    count = min(copies, 8)
+    half = [torch.empty(int(nbytes) // 2, dtype=torch.uint8, device="cuda") for _ in range(2 * count)]
+
+    def call(i: int) -> None:
+        half[2 * (i % count)].copy_(half[2 * (i % count) + 1])
+
+    return call
 
 
-def time_linear() -> None:
-    for name, N, K in tuning.WEIGHTS:
-        copies = copies_for(2 * N * K)
-        ws = [rand(N, K, scale=K**-0.5) for _ in range(copies)]
-        for M in LINEAR_TIMES:
-            x = rand(M, K)
-            n = min(copies, 4) if M >= 8192 else copies
-
-            def stock(i: int, *, x: Tensor = x, ws: list[Tensor] = ws, up: bool = False) -> Tensor:
-                y = F.linear(x, ws[i])
-                return y.float() if up else y
-
-            def own(i: int, *, x: Tensor = x, ws: list[Tensor] = ws, up: bool = False) -> Tensor:
-                return linear(x, ws[i], fp32_out=up)
-
-            tile = linear_table.tile_for(N, K, M)
-            for up in (False, True) if "lm_head" in name else (False,):
-                row: dict[str, Any] = {
-                    "op": "linear, fp32 out" if up else "linear",
-                    "shape": f"{name} {N}x{K}",
-                }
-                row |= {"rows": M, **compared(partial(stock, up=up), partial(own, up=up), n)}
-                row["provider"] = "cublaslt" if tile is None else f"few_rows {tile.kind}"
-                row["tflops"] = 2 * M * N * K / row["ours"] / 1e6
-                row["tb_per_s"] = (2 * (N * K + M * K) + M * N * (4 if up else 2)) / row["ours"] / 1e6
-                TIMES.append(row)
-        del ws
-        torch.cuda.empty_cache()
-    show("linear")
-
-
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-def inductor(function: Callable[..., Any], inputs: list[tuple[Any, ...]], wrap: Wrap) -> float | None:
-    """The native op compiled for this shape, or None with the reason printed."""
+def compiled(one: Subject, inputs: list[tuple[Any, ...]]) -> float:
+    """Microseconds of the native op compiled for this shape."""
     torch._dynamo.reset()
+    fast = torch.compile(one.native, dynamic=False)
+    return graph_time(lambda i: fast(*inputs[i]), len(inputs))
+
+
+def timed(one: Subject, *, inductor: bool = False) -> dict[str, Any]:
+    """A row: microseconds of every call in turns, with cuBLAS as torch ships it but for ours; what is absent, and why."""
+    copies = min(copies_for(max(1, int(one.nbytes))), one.most)
+    shared = one.shared()
+    inputs = [(*one.make(), *shared) for _ in range(copies)]
+    calls: dict[str, Call] = {"native": one.native, "again": one.native, "ours": one.ours, **one.peers}
+    absent: dict[str, str] = {}
+    graphs: dict[str, Any] = {}
+    claimed = cublaslt.switches()
+    for name, call in calls.items():
+        cublaslt.restore(claimed if name == "ours" else cublaslt.SHIPPED)
+        try:
+            graphs[name] = capture(partial(_on, call, inputs), copies)
+        except AbsentError as why:
+            absent[name] = str(why)
+        except Exception as error:  # noqa: BLE001 - said in the table
+            absent[name] = f"fails: {error!r:.200}"
+        finally:
+            cublaslt.restore(claimed)
+    if one.copied and one.rows >= COPIED:
+        graphs["copy"] = capture(copier(one.nbytes, copies), copies)
+    row: dict[str, Any] = {
+        **{k: getattr(one, k) for k in ("op", "shape", "rows", "function", "nbytes", "flops", "provider")},
+        "absent": absent,
+    }
+    replays = 5 if report.floor(row)[0] * copies > SLOW_US else 9
+    spans = replay_times(list(graphs.values()), copies, replays=replays)
+    row["us"] = dict(zip(graphs, (round(us, 3) for us in spans), strict=True))
+    if inductor and one.rows in COMPILED:
+        try:
+            row["us"]["compiled"] = round(compiled(one, inputs), 3)
+        except Exception as error:  # noqa: BLE001 - said in the table
+            absent["compiled"] = f"fails: {error!r:.200}"
+    return row
+
+
+def _on(call: Call, inputs: list[tuple[Any, ...]], i: int) -> Any:
+    return call(*inputs[i])
+
+
+def measured(
+    subjects: list[Subject], kept: dict[str, Any], folder: Path, ends: float, *, inductor: bool
+) -> list[str]:
+    """Time one after the other and write after each, until the time ends; what failed, or was left out."""
+    troubles = []
+    print("\n".join(report.heading()))
+    for at, one in enumerate(subjects):
+        if time.monotonic() > ends:
+            left = dict.fromkeys(f"{rest.op} {rest.rows}" for rest in subjects[at:])
+            kept["runs"][-1]["left_out"] = f"{len(subjects) - at} rows, time was over"
+            report.write(folder, kept)
+            say("time was over before", ", ".join(left))
+            break
+        try:
+            row = timed(one, inductor=inductor)
+        except Exception as error:  # noqa: BLE001 - one op less, and said
+            troubles.append(f"{one.op} {one.shape} {one.rows}: {error!r:.300}")
+            say(troubles[-1])
+            if "CUDA error" in str(error):
+                return [*troubles, "the GPU's context is lost; start again with what is left"]
+            continue
+        finally:
+            torch.cuda.empty_cache()
+        troubles += [
+            f"{one.op} {one.shape} {one.rows}: {name} {row['absent'][name]}"
+            for name in ("native", "ours")
+            if name in row["absent"]
+        ]
+        kept["times"].append(row)
+        kept["runs"][-1]["seconds"] = round(time.monotonic() - START)
+        print(report.line(row), flush=True)
+        report.write(folder, kept)
+    return troubles
+
+
+def facts(words: list[str]) -> dict[str, Any]:
+    """What the times are of."""
+    driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        fast = wrap(torch.compile(function, dynamic=False))
-        return graph_time(lambda i: fast(*inputs[i]), len(inputs))
-    except Exception as error:  # noqa: BLE001 - a comparison only; its absence is shown in the table
-        say("no compiled time:", repr(error)[:200])
-        return None
-
-
-Make = Callable[[], tuple[Any, ...]]
-
-
-def time_row(
-    op: str,
-    shape: str,
-    M: int,
-    nbytes: int,
-    make: Make,
-    native: Callable[..., Any],
-    ours: Callable[..., Any],
-    wrap: Wrap = lambda call: call,
-) -> None:
-    copies = copies_for(nbytes)
-    inputs = [make() for _ in range(copies)]
-    row: dict[str, Any] = {"op": op, "shape": shape, "rows": M}
-    row |= compared(lambda i: wrap(native)(*inputs[i]), lambda i: wrap(ours)(*inputs[i]), copies)
-    row["tb_per_s"] = nbytes / row["ours"] / 1e6
-    if M in COMPILED:
-        row["compiled"] = inductor(native, inputs, wrap)
-    TIMES.append(row)
-
-
-def native_logprobs(z: Tensor, t: Tensor) -> Tensor:
-    return torch.log_softmax(z, -1, dtype=FP32).gather(-1, t.unsqueeze(-1)).squeeze(-1)
-
-
-def own_logprobs(z: Tensor, t: Tensor) -> Tensor:
-    return token_logprobs(z, t, vocab_leaves=LEAVES)
-
-
-def time_rows() -> None:
-    for M in ROW_TIMES:
-        for one in subjects(M):
-            time_row(one.op, one.shape, M, one.nbytes, one.make, one.native, one.ours)
-            if one.learned and M >= TRAINED:
-                nbytes, wrap = one.nbytes + one.back_bytes, partial(with_gradient, learned=one.learned)
-                op = f"{one.op}, gradient too"
-                time_row(op, one.shape, M, nbytes, one.make, one.native, one.ours, wrap)
-        torch.cuda.empty_cache()
-    for dtype in (BF16, FP32):
-        for M in ROW_TIMES:
-
-            def logits(M: int = M, dtype: torch.dtype = dtype) -> tuple[Any, ...]:
-                return rand(M, VOCAB, dtype=dtype), torch.arange(M, device="cuda")
-
-            name = f"{VOCAB} {str(dtype)[6:]}"
-            time_row("logprobs", name, M, VOCAB * M * dtype.itemsize, logits, native_logprobs, own_logprobs)
-    show("rows")
-
-
-# Report
-
-
-def versions() -> dict[str, str]:
+        vllm("matmul_persistent")
+        theirs = str(__import__("vllm").__version__)
+    except AbsentError as why:
+        theirs = str(why)
     return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "device": torch.cuda.get_device_name(0),
+        "driver": subprocess.run(driver, capture_output=True, text=True, check=False).stdout.strip(),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "triton": triton.__version__,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "vllm": theirs,
+        "only": ", ".join(words),
     }
 
 
-def out_folder() -> Path:
-    return Path(os.environ.get("OUT", "."))
+def merge(paths: list[Path], folder: Path) -> int:
+    kept, left = report.merged([json.loads(path.read_text()) for path in paths])
+    report.write(folder, kept)
+    print(f"{len(kept['times'])} rows of {len(paths)} runs in {folder / report.NAME}.md")
+    for why in left:
+        print("left out:", why)
+    return 0
 
 
-def lines(kind: str) -> list[str]:
-    """Markdown of one kind of times in us; `ratio` is ours / native (above 1 is slower), `noise` native / native.
-
-    `roofline` is the greater share of the chip's bandwidth or arithmetic."""
-    rows = [r for r in TIMES if r["op"].startswith("linear") == (kind == "linear")]
-    extra = ["provider", "tflops"] if kind == "linear" else ["compiled"]
-    head = ["op", "shape", "rows", "native", "noise", "ours", "ratio", *extra, "tb_per_s", "roofline"]
-    text = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for r in rows:
-        cells = {**r, "ratio": r["ours"] / r["native"], "noise": r["again"] / r["native"]}
-        cells["roofline"] = max(r["tb_per_s"] / BANDWIDTH, r.get("tflops", 0.0) / TENSOR)
-        shown = [cells.get(h) for h in head]
-        text.append(
-            "| "
-            + " | ".join(f"{c:.2f}" if isinstance(c, float) else "" if c is None else str(c) for c in shown)
-            + " |"
-        )
-    return text
+def tune(arguments: argparse.Namespace, folder: Path) -> None:
+    """Measure tiles and write them to the linear's table, a copy of which goes to the folder."""
+    if arguments.tune or arguments.tune_all:
+        tuning.extend(linear_table.PATH, say, every=arguments.tune_all)
+    if arguments.tune_products or arguments.tune_all:
+        tuning.extend_products(linear_table.PATH, say, every=arguments.tune_all)
+    (folder / "table.json").write_text(linear_table.PATH.read_text())
 
 
-def show(kind: str) -> None:
-    print("\n".join(lines(kind)), flush=True)
-
-
-def write(seconds: float) -> None:
-    facts = {
-        **versions(),
-        "driver": subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stdout.strip(),
-        "sources": {name: source_digest(name, "sm90") for name in TIMED},
-        "rope_table": table_digest(HEAD_DIM, BASE, torch.device("cuda", 0)),
-        "seconds": round(seconds),
-    }
-    folder = out_folder()
-    (folder / "kernels-h200.json").write_text(json.dumps({**facts, "times": TIMES}, indent=1) + "\n")
-    text = [
-        *(f"- {k}: {v}" for k, v in facts.items()),
-        "",
-    ]
-    (folder / "kernels-h200.md").write_text("\n".join([*text, *lines("linear"), "", *lines("rows")]) + "\n")
-
-
-def main() -> int:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tune", action="store_true", help="first measure tiles of weights the table lacks")
-    parser.add_argument("--tune-all", action="store_true", help="first measure tiles of every weight")
-    parser.add_argument("--no-times", action="store_true", help="stop there")
-    arguments = parser.parse_args()
+    parser.add_argument("--only", action="append", default=[], metavar="OP,OP", help="ops or sections")
+    parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS))
+    parser.add_argument("--seconds", type=float, default=520, help="when to stop, from the start")
+    parser.add_argument("--compiled", action="store_true", help="time the native op under Inductor too")
+    parser.add_argument("--no-gates", action="store_true", help="time what nothing has proven here")
+    parser.add_argument("--no-warm", action="store_true", help="do not compile beside one another first")
+    parser.add_argument("--tune", action="store_true", help="measure few-row tiles the table lacks, and stop")
+    parser.add_argument(
+        "--tune-products", action="store_true", help="as --tune, of gradients and continued chains"
+    )
+    parser.add_argument("--tune-all", action="store_true", help="as both, of every weight anew")
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="put runs together, and stop")
+    parser.add_argument("--list", action="store_true", help="print the ops, and stop")
+    parser.add_argument("--warm", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parsed()
+    folder = Path(os.environ.get("OUT", "."))
+    words = [word for part in arguments.only for word in part.replace(",", " ").split()]
+    if arguments.merge:
+        return merge(arguments.merge, folder)
+    subjects = chosen(words, arguments.rows)
+    if arguments.list:
+        for section, one in dict.fromkeys((section, one.op) for section, one in every()):
+            print(section, one)
+        return 0
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("needs a GPU of compute capability 9.0", file=sys.stderr)
         return 2
     torch.manual_seed(0)
-    say(versions())
     with torch.no_grad():
+        run = (
+            {} if arguments.warm else facts(words)
+        )  # imports vLLM, which may flip a switch: before they are claimed
         cublaslt.claim()
-        cublaslt.probe()
-        if arguments.tune or arguments.tune_all:
-            tuning.extend(linear_table.PATH, say, every=arguments.tune_all)
-            linear_table.tiles.cache_clear()
-            (out_folder() / "table.json").write_text(linear_table.PATH.read_text())
-        if arguments.no_times:
+        if arguments.warm:
+            warm(subjects, arguments.warm)
             return 0
-        if found := failing():
-            print("nothing is timed, for gates fail:", *found, sep="\n  ", file=sys.stderr)
-            return 1
-        time_rows()
-        time_linear()
-    write(time.monotonic() - START)
-    return 0
+        say(run)
+        cublaslt.probe()
+        if arguments.tune or arguments.tune_products or arguments.tune_all:
+            tune(arguments, folder)
+            return 0
+        if not arguments.no_gates:
+            run["proven"], found = gated({one.function for one in subjects})
+            if found:
+                print("nothing is timed, for gates fail:", *found, sep="\n  ", file=sys.stderr)
+                return 1
+        if not arguments.no_warm:
+            compile_beside(words, arguments.rows)
+        sources = {name: source_digest(name, "sm90") for name in FUNCTIONS}
+        kept = {"runs": [run], "sources": sources, "times": []}
+        ends = START + arguments.seconds
+        troubles = measured(subjects, kept, folder, ends, inductor=arguments.compiled)
+    print("\n".join(report.goals(kept["times"])))
+    for why in troubles:
+        print("not as wanted:", why, file=sys.stderr)
+    return 1 if troubles else 0
 
 
 if __name__ == "__main__":
