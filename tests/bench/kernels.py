@@ -275,7 +275,10 @@ def tune(arguments: argparse.Namespace, folder: Path) -> None:
     if arguments.tune or arguments.tune_all:
         tuning.extend(linear_table.PATH, say, every=arguments.tune_all)
     if arguments.tune_products or arguments.tune_all:
-        tuning.extend_products(linear_table.PATH, say, every=arguments.tune_all)
+        names = tuple(arguments.weights)
+        tuning.extend_products(
+            linear_table.PATH, say, every=arguments.tune_all, names=names, ends=START + arguments.seconds
+        )
     (folder / "table.json").write_text(linear_table.PATH.read_text())
 
 
@@ -294,6 +297,7 @@ def parsed() -> argparse.Namespace:
         "--tune-products", action="store_true", help="as --tune, of gradients and continued chains"
     )
     parser.add_argument("--tune-all", action="store_true", help="as both, of every weight anew")
+    parser.add_argument("--weights", nargs="*", default=[], help="of --tune-products: how names start, as 8B")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="put runs together, and stop")
     parser.add_argument("--list", action="store_true", help="print the ops, and stop")
     parser.add_argument("--warm", help=argparse.SUPPRESS)

@@ -7,6 +7,7 @@ Forward products take tiles of the few-row kernel; gradients and products that g
 from __future__ import annotations
 
 import json
+import math
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
@@ -39,7 +40,6 @@ __all__ = [
     "extend",
     "extend_products",
     "tune",
-    "tune_products",
 ]
 
 # name, N, K: Qwen3-0.6B, Qwen3-8B, Qwen3.5-35B-A3B with its gated attention and Gated DeltaNet, and what Qwen3-30B-A3B and
@@ -68,6 +68,7 @@ WEIGHTS = (
 )
 
 BUCKETS = (1, 16, 32, 64, 128)  # rows for which a choice is measured
+_DEVICE = "cuda"
 _SHARED = 225_000  # bytes of shared memory a block may take
 _WORTH = 0.99  # the chain serves a bucket where it takes less than this share of the library's time
 _SHORT_LIST = 4  # tiles measured again, in turns with the library
@@ -145,10 +146,10 @@ def candidates(M: int) -> list[Tile]:
 
 def _build(tile: Tile) -> str:
     """Compile one tile into Triton's cache; returns what went wrong."""
-    x = torch.zeros(tile.rows, 1024, dtype=torch.bfloat16, device="cuda")
-    w = torch.zeros(256, 1024, dtype=torch.bfloat16, device="cuda")
+    x = torch.zeros(tile.rows, 1024, dtype=torch.bfloat16, device=_DEVICE)
+    w = torch.zeros(256, 1024, dtype=torch.bfloat16, device=_DEVICE)
     try:
-        launch(x, w, torch.empty(tile.rows, 256, dtype=torch.bfloat16, device="cuda"), tile)
+        launch(x, w, torch.empty(tile.rows, 256, dtype=torch.bfloat16, device=_DEVICE), tile)
         torch.cuda.synchronize()
     except Exception as error:  # noqa: BLE001 - a tile that does not build is left out, and said
         return repr(error)[:200]
@@ -157,13 +158,13 @@ def _build(tile: Tile) -> str:
 
 def _steps(N: int, K: int, usable: list[Tile]) -> list[dict[str, Any]]:
     copies = copies_for(2 * N * K)
-    ws = [torch.empty(N, K, dtype=torch.bfloat16, device="cuda").normal_(std=K**-0.5) for _ in range(copies)]
+    ws = [torch.empty(N, K, dtype=torch.bfloat16, device=_DEVICE).normal_(std=K**-0.5) for _ in range(copies)]
     steps: list[dict[str, Any]] = []
     for M in BUCKETS:
-        x = torch.randn(M, K, device="cuda").bfloat16()
+        x = torch.randn(M, K, device=_DEVICE).bfloat16()
 
         def chain(i: int, x: Tensor = x, *, tile: Tile) -> None:
-            launch(x, ws[i], torch.empty(len(x), N, dtype=torch.bfloat16, device="cuda"), tile)
+            launch(x, ws[i], torch.empty(len(x), N, dtype=torch.bfloat16, device=_DEVICE), tile)
 
         def library(i: int, x: Tensor = x) -> None:
             cublaslt.linear(x, ws[i])
@@ -202,6 +203,39 @@ def tune(weights: Iterable[tuple[str, int, int]], say: Callable[..., None]) -> l
     return entries
 
 
+def _build_chain(job: tuple[Product, Tile]) -> str:
+    """Compile one tile of a product into Triton's cache; returns what went wrong."""
+    product, tile = job
+    layout, wide = _layout(product)
+    a, b = _operands(layout, 256, 256, 256)
+    out = torch.empty(256, 256, dtype=wide, device=_DEVICE)
+    try:
+        chains.launch(layout, a, b, out if product == "continue" else None, out, tile)
+        torch.cuda.synchronize()
+    except Exception as error:  # noqa: BLE001 - a tile that does not build is left out, and said
+        return repr(error)[:200]
+    return ""
+
+
+def _usable(products: Iterable[Product], say: Callable[..., None]) -> dict[Product, list[Tile]]:
+    """The tiles of each product that build, compiled beside one another."""
+    jobs = [(product, tile) for product in products for tile in CHAIN_TILES]
+    with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
+        troubles = dict(zip(jobs, pool.map(_build_chain, jobs), strict=True))
+    for (product, tile), trouble in troubles.items():
+        if trouble:
+            say("left out", product, tile, trouble)
+    return {
+        name: [tile for product, tile in jobs if product == name and not troubles[product, tile]]
+        for name, _ in jobs
+    }
+
+
+def _layout(product: Product) -> tuple[Layout, torch.dtype]:
+    """Where a product's operands lie, and the dtype of its result."""
+    return ("forward", torch.float32) if product == "continue" else (product, torch.bfloat16)
+
+
 def _fits(tile: Tile, M: int, layout: Layout) -> bool:
     """Whether a tile is worth a trial: one for few rows is not for many; a weight gradient's rows are always many."""
     if layout == "weight":
@@ -211,7 +245,7 @@ def _fits(tile: Tile, M: int, layout: Layout) -> bool:
 
 def _operands(layout: Layout, M: int, N: int, K: int) -> tuple[Tensor, Tensor]:
     def rand(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
+        return torch.empty(shape, dtype=torch.bfloat16, device=_DEVICE).normal_()
 
     if layout == "forward":
         return rand(M, K), rand(N, K)
@@ -225,9 +259,8 @@ _LIBRARY: dict[Layout, Callable[..., Tensor]] = {
 }
 
 
-def _product_steps(product: Product, N: int, K: int, say: Callable[..., None]) -> list[dict[str, Any]]:
-    layout: Layout = "forward" if product == "continue" else product
-    wide = torch.float32 if product == "continue" else torch.bfloat16
+def _product_steps(product: Product, N: int, K: int, usable: list[Tile]) -> list[dict[str, Any]]:
+    layout, wide = _layout(product)
     steps: list[dict[str, Any]] = []
     buckets = [M for M in PRODUCT_BUCKETS[product] if N < HEAD or M <= HEAD_ROWS]
     for M in buckets:
@@ -235,8 +268,8 @@ def _product_steps(product: Product, N: int, K: int, say: Callable[..., None]) -
         touched = 2 * (M * N + N * K + M * K)
         copies = min(8, copies_for(touched))
         held = [_operands(layout, M, N, K) for _ in range(copies)]
-        out = torch.empty(rows, columns, dtype=wide, device="cuda")
-        acc = torch.zeros(rows, columns, device="cuda") if product == "continue" else None
+        out = torch.empty(rows, columns, dtype=wide, device=_DEVICE)
+        acc = torch.zeros(rows, columns, device=_DEVICE) if product == "continue" else None
 
         def chain(i: int, tile: Tile, held: Any = held, out: Tensor = out, acc: Tensor | None = acc) -> None:
             a, b = held[i]
@@ -246,15 +279,7 @@ def _product_steps(product: Product, N: int, K: int, say: Callable[..., None]) -
             a, b = held[i]
             _LIBRARY[layout](a, b, wide)
 
-        fitting = []
-        for tile in (t for t in CHAIN_TILES if _fits(t, M, layout)):
-            try:
-                chain(0, tile)
-                torch.cuda.synchronize()
-            except Exception as error:  # noqa: BLE001 - a tile that does not build is left out, and said
-                say("left out", product, N, K, tile, repr(error)[:120])
-                continue
-            fitting.append(tile)
+        fitting = [t for t in usable if _fits(t, M, layout)]
         graphs = [capture(library, copies), *(capture(partial(chain, tile=t), copies) for t in fitting)]
         library_us, *spans = (round(us, 2) for us in replay_times(graphs, copies, replays=5))
         us, best = min(zip(spans, fitting, strict=True), key=lambda pair: pair[0])
@@ -271,31 +296,39 @@ def _product_steps(product: Product, N: int, K: int, say: Callable[..., None]) -
     return steps
 
 
-def tune_products(
-    weights: Iterable[tuple[str, int, int]], say: Callable[..., None], products: Iterable[Product] = PRODUCTS
-) -> dict[str, list[dict[str, Any]]]:
-    """Entries (name, N, K, steps) by product. Needs `cublaslt.claim()` and a GPU."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for product in products:
-        found[product] = []
-        for name, N, K in weights:
-            if product == "continue" and N >= HEAD:
-                continue
-            steps = _product_steps(product, N, K, say)
-            say("tuned", product, name, *(f"M{s['up_to']} {s['us']}/{s['library_us']}" for s in steps))
-            found[product].append({"name": name, "N": N, "K": K, "steps": steps})
-    return found
+def extend_products(
+    path: Path,
+    say: Callable[..., None],
+    *,
+    every: bool = False,
+    names: tuple[str, ...] = (),
+    ends: float = math.inf,
+) -> None:
+    """Measure gradients and continued products of the weights that the table lacks, or of `every` one anew, and write them.
 
-
-def extend_products(path: Path, say: Callable[..., None], *, every: bool = False) -> None:
-    """Measure gradients and continued products of the weights that the table lacks, or of `every` one anew, and write them."""
+    Of the weights whose names start with one of `names`, where some are given. The table is written after each weight, and what
+    is left at `ends` (of `time.monotonic`) is said. Needs `cublaslt.claim()` and a GPU.
+    """
     table = json.loads(path.read_text())
-    held: dict[str, list[dict[str, Any]]] = {} if every else table.get("products", {})
-    for product in PRODUCTS:
-        have = {(e["N"], e["K"]): e for e in held.get(product, [])}
-        lacking = [one for one in WEIGHTS if one[1:] not in have]
-        have |= {(e["N"], e["K"]): e for e in tune_products(lacking, say, [product])[product]}
-        held[product] = [have[N, K] for _, N, K in WEIGHTS if (N, K) in have]
+    held: dict[str, list[dict[str, Any]]] = table.get("products", {})
+    have = {name: {(e["N"], e["K"]): e for e in held.get(name, [])} for name in PRODUCTS}
+    lacking = [
+        (product, name, N, K)
+        for product in PRODUCTS
+        for name, N, K in WEIGHTS
+        if (every or (N, K) not in have[product])
+        and (not names or name.startswith(names))
+        and not (product == "continue" and N >= HEAD)
+    ]
+    usable = _usable(dict.fromkeys(product for product, *_ in lacking), say)
+    for at, (product, name, N, K) in enumerate(lacking):
+        if time.monotonic() > ends:
+            say("time is over before", *(f"{product} {name}," for product, name, *_ in lacking[at:]))
+            return
+        steps = _product_steps(product, N, K, usable[product])
+        say("tuned", product, name, *(f"M{s['up_to']} {s['us']}/{s['library_us']}" for s in steps))
+        have[product][N, K] = {"name": name, "N": N, "K": K, "steps": steps}
+        held = {p: [have[p][N, K] for _, N, K in WEIGHTS if (N, K) in have[p]] for p in PRODUCTS}
         path.write_text(json.dumps({**table, "products": held}, indent=1) + "\n")
 
 

@@ -123,6 +123,26 @@ def test_only_takes_ops_and_sections_and_refuses_the_rest(found: dict[str, Any])
     assert found["refused"].startswith("no op or section softmax; there are add_rms_norm")
 
 
+def test_a_trial_of_gradients_is_a_table_that_is_read_back(found: dict[str, Any]) -> None:
+    anything = 2**31 - 1
+    assert found["tuned"]["steps"] == {
+        "input 32 64": [[1, 16], [anything, 16]],
+        "input 64 32": [[1, 16], [16, 16]],
+        "weight 32 64": [[16, 64], [anything, 64]],
+        "weight 64 32": [[16, 64]],
+        "continue 32 64": [[1, 16], [anything, 16]],
+    }
+    tuned, left = found["tuned"]["said"][:-1], found["tuned"]["said"][-1]
+    assert [line.split(" M")[0] for line in tuned] == [
+        "tuned input tiny o",
+        "tuned input tiny head",
+        "tuned weight tiny o",
+        "tuned weight tiny head",
+        "tuned continue tiny o",
+    ]
+    assert left == "time is over before input other o, weight other o, continue other o,"
+
+
 def test_what_is_taken_of_vllm_is_there() -> None:
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
