@@ -13,8 +13,6 @@ Each candidate's bits are compared with the chosen one's before it is timed; one
 first runs the quick gate of the fused function, which no shipped contract binds yet. About 6 minutes, 2 with `--quick`.
 """
 
-# ruff: noqa: E402 - where the package is not installed, its links are put on the path first
-
 from __future__ import annotations
 
 import argparse
@@ -24,17 +22,14 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from report import BANDWIDTH  # type: ignore[import-not-found]  # beside this script
+from subjects import BF16, DEVICE, FP32, rand  # type: ignore[import-not-found]
 from torch import Tensor
-
-ROOT = Path(__file__).resolve().parents[2]
-if find_spec("isoexec") is None:
-    sys.path.insert(0, str(ROOT / ".src"))
 
 from isoexec.kernels.hopper.timing import capture, copies_for, replay_times
 from isoexec.kernels.linear.hopper import cublaslt
@@ -54,8 +49,6 @@ from isoexec.kernels.logprobs.hopper.kernel import (
 from isoexec.kernels.logprobs.hopper.ops import joined, token_logprobs
 
 VOCAB, LEAVES = 151936, 8
-BANDWIDTH = 4.8  # TB/s of an H200 as its data sheet says
-BF16, FP32 = torch.bfloat16, torch.float32
 CUTS = [
     Cut(blocks=blocks, join=join, rows=rows, warps=warps)
     for blocks, rows, warps in product((8, 16, 32), (1, 2), (1, 2, 4, 8))
@@ -71,11 +64,6 @@ START = time.monotonic()
 def say(*words: object) -> None:
     """Print with the time since the start."""
     print(f"[{time.monotonic() - START:4.0f} s]", *words, flush=True)
-
-
-def rand(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
-    """Normal numbers on the GPU."""
-    return torch.empty(shape, dtype=dtype, device="cuda").normal_(std=scale)
 
 
 def add(table: str, **row: Any) -> None:
@@ -102,14 +90,14 @@ def from_logits(rows_of: tuple[int, ...]) -> None:
             nbytes = rows * VOCAB * dtype.itemsize
             copies = min(copies_for(nbytes), 2 if rows >= 8192 else 8)
             zs = [rand(rows, VOCAB, dtype=dtype, scale=4.0) for _ in range(copies)]
-            target = torch.arange(rows, device="cuda")
+            target = torch.arange(rows, device=DEVICE)
             want = token_logprobs(zs[0], target, vocab_leaves=LEAVES)
 
             def run(i: int, cut: Cut, zs: list[Tensor] = zs, target: Tensor = target) -> Tensor:
                 count = len(target)
                 shape = (count, LEAVES, nodes_of(VOCAB, LEAVES, cut.join))
-                m, s = (torch.empty(shape, device="cuda") for _ in range(2))
-                out, stats = torch.empty(count, device="cuda"), torch.empty(count, 3, device="cuda")
+                m, s = (torch.empty(shape, device=DEVICE) for _ in range(2))
+                out, stats = torch.empty(count, device=DEVICE), torch.empty(count, 3, device=DEVICE)
                 launch_partials(zs[i], None, m, s, None, cut)
                 launch_merge(zs[i], target, None, m, s, None, out, None, stats)
                 return out
@@ -157,7 +145,7 @@ def gradient(zs: list[Tensor], target: Tensor) -> None:
     """The gradient's kernel by columns and warps."""
     rows, z = len(target), zs[0]
     g, out = rand(rows, dtype=FP32), torch.empty_like(z)
-    stats = torch.ones(rows, 3, device="cuda")
+    stats = torch.ones(rows, 3, device=DEVICE)
 
     def run(i: int, columns: int, warps: int) -> None:
         launch_gradient(
@@ -190,13 +178,13 @@ def fused(K: int, rows_of: tuple[int, ...]) -> None:
     """Providers of nodes from hidden states next to the product alone."""
     w = rand(VOCAB, K, scale=3.0 / K**0.5)
     for rows in rows_of:
-        x, target = rand(rows, K), torch.arange(rows, device="cuda")
+        x, target = rand(rows, K), torch.arange(rows, device=DEVICE)
         few = slice(0, min(rows, 512))
         want = token_logprobs(reference(x[few], w, FP32), target[few], vocab_leaves=LEAVES)
 
         def run(_: int, plan: Any, x: Tensor = x, target: Tensor = target) -> Tensor:
             m, s, _u = nodes(x, w, None, LEAVES, entropy=False, plan=plan)
-            picked = torch.empty(len(x), device="cuda")
+            picked = torch.empty(len(x), device=DEVICE)
             launch_picked(x, w, target, None, picked)
             return joined(picked, target, m, s, None, VOCAB, "")[0]
 
@@ -239,7 +227,7 @@ def fused(K: int, rows_of: tuple[int, ...]) -> None:
 def steps(K: int, rows: int) -> None:
     """A training step's head, with and without logits."""
     w, x = (rand(n, K, scale=3.0 / K**0.5).requires_grad_() for n in (VOCAB, rows))
-    target, g = torch.arange(rows, device="cuda"), rand(rows, dtype=FP32)
+    target, g = torch.arange(rows, device=DEVICE), rand(rows, dtype=FP32)
 
     def apart() -> tuple[Tensor, ...]:
         out = token_logprobs(linear(x, w, fp32_out=True), target, vocab_leaves=LEAVES)
@@ -276,7 +264,7 @@ def gated() -> list[str]:
     }
     wrong = []
     for family in gate.GATE.families:
-        check = gate.GATE.run(family, constants, full=False, device=torch.device("cuda", 0))
+        check = gate.GATE.run(family, constants, full=False, device=DEVICE)
         say("gate", family, f"{check.elements} elements", *check.failures())
         wrong += [f"{family}: {why}" for why in check.failures()]
     return wrong

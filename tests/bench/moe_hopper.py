@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from subjects import BF16, FP32, rand  # type: ignore[import-not-found]  # beside this script
+from subjects import BF16, DEVICE, FP32, rand  # type: ignore[import-not-found]  # beside this script
 from torch import Tensor
 
 from isoexec.kernels.combine.hopper.kernel import launch_gradient, launch_sum
@@ -55,9 +55,9 @@ def routed(tokens: int, experts: int, places: int) -> tuple[Tensor, Tensor]:
 def compared(experts: int, N: int, K: int, rows: int) -> dict[str, int]:
     """How many elements of torch's grouped product differ from the chain, by layout."""
     x, dy, w = rand(rows, K), rand(rows, N), rand(experts, N, K, scale=K**-0.5)
-    owner = torch.randint(0, experts, (rows,), device="cuda")
+    owner = torch.randint(0, experts, (rows,), device=DEVICE)
     owner[: rows // 3] = experts // 2
-    bounds = torch.arange(experts + 1, device="cuda")
+    bounds = torch.arange(experts + 1, device=DEVICE)
     offsets = torch.searchsorted(owner.sort().values, bounds).to(torch.int32)
     calls = {
         "forward": (partial(products.library, x, w, offsets), kernel.reference(x, w, offsets)),
@@ -103,9 +103,9 @@ def fastest(ws: list[Tensor], rows: int, down: bool) -> tuple[float, float, kern
     """Microseconds of the library and of the best tile, and that tile, for so many rows of all experts together."""
     experts, N, K = ws[0].shape
     a = rand(rows, N if down else K)
-    owner = torch.randint(0, experts, (rows,), device="cuda").sort().values
-    offsets = torch.searchsorted(owner, torch.arange(experts + 1, device="cuda")).to(torch.int32)
-    out = torch.empty(rows, K if down else N, dtype=BF16, device="cuda")
+    owner = torch.randint(0, experts, (rows,), device=DEVICE).sort().values
+    offsets = torch.searchsorted(owner, torch.arange(experts + 1, device=DEVICE)).to(torch.int32)
+    out = torch.empty(rows, K if down else N, dtype=BF16, device=DEVICE)
 
     def own(i: int, *, tile: kernel.Tile) -> None:
         kernel.launch(a, ws[i], offsets, None, out, tile, down=down)

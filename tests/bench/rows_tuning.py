@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from rows import BASE, EPS  # type: ignore[import-not-found]  # beside this script
-from subjects import rand  # type: ignore[import-not-found]
+from subjects import DEVICE, rand  # type: ignore[import-not-found]
 from torch import Tensor
 
 from isoexec.kernels.hopper.timing import capture, copies_for, replay_times
@@ -110,9 +110,9 @@ def trials(M: int) -> Iterator[Trial]:
             candidates=grid(rows_per_program=(8, 16, 32), stages=(1, 2), num_warps=(4, 8)),
             outputs=(2,),
         )
-    at = torch.arange(M, device="cuda") % 8192
+    at = torch.arange(M, device=DEVICE) % 8192
     for model, heads, width, turned in (("8B", 32, 128, 128), ("8B k", 8, 128, 128), ("35B", 16, 256, 64)):
-        table = tables(turned, BASE, torch.device("cuda", torch.cuda.current_device()))
+        table = tables(turned, BASE, DEVICE)
         yield Trial(
             name=f"rope {model} {heads}x{width} of {turned}",
             nbytes=4 * M * heads * width,
@@ -190,7 +190,7 @@ def _timed(trial: Trial) -> dict[str, Any]:
     trial.write(*inputs[0])
     want = [inputs[0][i].clone() for i in trial.outputs]
     half = [
-        torch.empty(trial.nbytes // 2, dtype=torch.uint8, device="cuda") for _ in range(2 * min(copies, 8))
+        torch.empty(trial.nbytes // 2, dtype=torch.uint8, device=DEVICE) for _ in range(2 * min(copies, 8))
     ]
 
     def copied(i: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of all kernels without a GPU: what it would time is called at tiny sizes, and its report is made of that."""
+"""The benchmarks without a GPU: what they would time is called at tiny sizes, and their reports are made of that."""
 
 from __future__ import annotations
 
@@ -141,6 +141,38 @@ def test_a_trial_of_gradients_is_a_table_that_is_read_back(found: dict[str, Any]
         "tuned continue tiny o",
     ]
     assert left == "time is over before input other o, weight other o, continue other o,"
+
+
+@pytest.fixture(scope="module")
+def trials(script: Callable[..., Any]) -> dict[str, Any]:
+    result: dict[str, Any] = script("trials_interpreted.py")
+    return result
+
+
+def test_trials_of_rows_logprobs_and_experts_call_their_kernels(trials: dict[str, Any]) -> None:
+    assert len(trials["rows"]) > 20
+    assert min(trials["rows"].values()) > 1
+    assert {name: len(rows) for name, rows in trials["logprobs"].items()} == {
+        "from logits": 4,
+        "gradient of logits": 6,
+        "from hidden states": 5,
+    }
+    experts = trials["experts"]
+    assert set(experts["same"].values()) == {0}
+    assert experts["wrong"]["forward"] > 200
+    assert experts["tried"] == [[10.0, 11.0, True]] * 2
+
+
+def test_the_hand_offs_trial_reports_goals_and_a_table_that_is_read_back(trials: dict[str, Any]) -> None:
+    handed = trials["handed"]
+    assert len(handed["chosen"]) == 8 * 7 * 2
+    assert handed["tried"] > 100
+    assert "all ranks get the result | <= 1.05 | 1.04 | row 8B o, 8192 rows | 1 of 1 |" in handed["page"]
+    assert "all ranks get the result | <= 1.20 | 1.30 | row 8B o, 64 rows | 0 of 1 |" in handed["page"]
+    assert "each rank its rows | <= 1.10 | nan | not measured | 0 of 0 |" in handed["page"]
+    assert "| two |" not in handed["page"], "a schedule whose bits changed in a replay is no best"
+    assert handed["products"] == 7
+    assert handed["back"] == [True, True]
 
 
 def test_what_is_taken_of_vllm_is_there() -> None:
