@@ -91,7 +91,7 @@ def _routes(model: Model, M: int) -> Iterator[Subject]:
         native=partial(_native_router, k=k),
         ours=lambda logits: softmax_topk(logits, k)[0],
         peers={"vllm": partial(_invariant_router, k=k)},
-        learned=1,
+        learned=(0,),
         back_bytes=4.0 * M * E,
     ).both_ways()
     yield Subject(
@@ -100,11 +100,10 @@ def _routes(model: Model, M: int) -> Iterator[Subject]:
         rows=M,
         function=FUNCTIONS[1],
         nbytes=16.0 * M * k,
-        make=tuple,
-        shared=lambda: (routed(model, M)[1], torch.arange(E + 1, device=DEVICE)),
+        make=lambda: (softmax_topk(rand(M, E, dtype=FP32), k)[1],),
+        shared=lambda: (torch.arange(E + 1, device=DEVICE),),
         native=_native_plan,
         ours=lambda ids, _: plan(ids, 0, E).offsets,
-        most=4,
     )
 
 
@@ -125,7 +124,7 @@ def _moves(model: Model, M: int) -> Iterator[Subject]:
         make=partial(_one, slots, hidden),
         native=_native_combine,
         ours=lambda y, weights, made, _: combine_rows(y, made.rows, weights),
-        learned=2,
+        learned=(0, 1),
         back_bytes=moved + 2.0 * slots * hidden,
         **common,
     ).both_ways()
@@ -145,7 +144,7 @@ def _moves(model: Model, M: int) -> Iterator[Subject]:
         make=partial(_one, M, hidden),
         native=lambda x, *rest: x.index_select(0, rest[2]),
         ours=lambda x, *rest: dispatch(x, rest[1]),
-        learned=1,
+        learned=(0,),
         back_bytes=moved,
         **common,
     ).both_ways()
@@ -158,7 +157,7 @@ def _moves(model: Model, M: int) -> Iterator[Subject]:
         make=lambda: (rand(M, hidden), rand(M, hidden), rand(1, hidden, scale=hidden**-0.5)),
         native=lambda y, x, w: torch.sigmoid(x @ w.t()) * y,
         ours=shared_gate,
-        learned=3,
+        learned=(0, 1, 2),
         back_bytes=10.0 * M * hidden,
         copied=True,
     ).both_ways()

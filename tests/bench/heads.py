@@ -75,7 +75,7 @@ def subjects(model: Model, M: int) -> Iterator[Subject]:
             native=_native,
             ours=_ours,
             peers={"vllm": _invariant},
-            learned=1,
+            learned=(0,),
             back_bytes=2 * size,
         ).both_ways()
     plan = plan_for(M)
@@ -92,7 +92,7 @@ def subjects(model: Model, M: int) -> Iterator[Subject]:
         native=_product,
         ours=_fused,
         provider="chunks" if isinstance(plan, Chunks) else "own tiles",
-        learned=2,
+        learned=(0, 1),
         back_bytes=4.0 * (V * K + M * K),
         back_flops=2 * flops,
         most=2,

@@ -116,15 +116,15 @@ GOALS = (
 def goals(times: Iterable[Row]) -> list[str]:
     """The table of goals: the worst row of each, and how many rows meet it."""
     text = ["| goal | limit | worst | at | median | met by |", "|" + "---|" * 6]
-    good = [row for row in times if "ours" in row["us"]]
+    good = [row for row in times if {"ours", "native"} <= set(row["us"])]
     for goal in GOALS:
         rows = [row for row in good if goal.of(row) and (goal.value is not of_copy or "copy" in row["us"])]
         sign = ">=" if goal.least else "<="
         if not rows:
             text.append(f"| {goal.name} | {sign} {goal.limit:.2f} | not measured | | | |")
             continue
-        ordered = sorted(rows, key=goal.value, reverse=not goal.least)
-        worst, middle = ordered[0], ordered[len(ordered) // 2]
+        ranked = sorted(rows, key=goal.value, reverse=not goal.least)
+        worst, middle = ranked[0], ranked[len(ranked) // 2]
         met = sum(map(goal.met, rows))
         where = f"{worst['op']} {worst['shape']}, {worst['rows']} rows"
         text.append(
@@ -176,6 +176,13 @@ def line(row: Row) -> str:
     return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
 
 
+def ordered(times: list[Row]) -> list[Row]:
+    """Rows by op and shape, as these first came, then by the number of rows."""
+    ops = {name: i for i, name in enumerate(dict.fromkeys(row["op"] for row in times))}
+    shapes = {name: i for i, name in enumerate(dict.fromkeys(row["shape"] for row in times))}
+    return sorted(times, key=lambda row: (ops[row["op"]], shapes[row["shape"]], row["rows"]))
+
+
 def heading() -> list[str]:
     """The table's first two lines."""
     head = ("op", "shape", "rows", *COLUMNS)
@@ -187,7 +194,7 @@ def markdown(kept: dict[str, Any]) -> str:
     text = ["# Times of the sm90 kernels", ""]
     text += ["- " + "; ".join(f"{k}: {v}" for k, v in run.items() if v) for run in kept["runs"]]
     text += ["", "## Goals", "", *goals(kept["times"]), "", "## Times", "", _LEGEND]
-    return "\n".join([*text, *heading(), *map(line, kept["times"]), ""])
+    return "\n".join([*text, *heading(), *map(line, ordered(kept["times"])), ""])
 
 
 def write(folder: Path, kept: dict[str, Any]) -> None:
@@ -222,7 +229,5 @@ def merged(every: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
                 left.append(f"{row['op']} {row['shape']} {row['rows']}: {row['function']} has changed since")
                 continue
             rows[_key(row)] = row
-    order = {name: i for i, name in enumerate(dict.fromkeys(row["op"] for row in rows.values()))}
-    times = sorted(rows.values(), key=lambda row: order[row["op"]])  # stable: shapes and rows as they came
     runs = [run for one in every for run in one["runs"]]
-    return {"runs": runs, "sources": sources, "times": times}, left
+    return {"runs": runs, "sources": sources, "times": list(rows.values())}, left

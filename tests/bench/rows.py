@@ -133,7 +133,7 @@ def _norms(
         native=native,
         ours=ours,
         peers=peers,
-        learned=inputs + weighted,
+        learned=tuple(range(inputs + weighted)),
         back_bytes=count * (2 * inputs + (0 if residual else 1)),
         copied=True,
     ).both_ways()
@@ -162,7 +162,7 @@ def subjects(model: Model, M: int) -> Iterator[Subject]:
             shared=partial(_places, M, model.turned),
             native=_rope,
             ours=rope,
-            learned=1,
+            learned=(0,),
             back_bytes=4.0 * M * heads * width,
             copied=True,
         ).both_ways()
@@ -178,7 +178,7 @@ def subjects(model: Model, M: int) -> Iterator[Subject]:
         "copied": True,
     }
     yield from Subject(
-        op="silu_mul", ours=silu_mul_halves, learned=1, back_bytes=10.0 * M * model.ffn, **ffn
+        op="silu_mul", ours=silu_mul_halves, learned=(0,), back_bytes=10.0 * M * model.ffn, **ffn
     ).both_ways()
     yield Subject(op="silu_mul_apart", ours=lambda both: silu_mul(*both.chunk(2, -1)), **ffn)
     yield Subject(
@@ -198,11 +198,11 @@ def subjects(model: Model, M: int) -> Iterator[Subject]:
         rows=M,
         function="embedding.lookup/1",
         nbytes=4.0 * M * hidden,
-        make=tuple,
-        shared=lambda: (rand(model.vocab, hidden), torch.randint(model.vocab, (M,), device=DEVICE)),
-        native=lambda w, ids: F.embedding(ids, w),
-        ours=lambda w, ids: embedding(ids, w),
-        learned=1,
+        make=lambda: (torch.randint(model.vocab, (M,), device=DEVICE),),
+        shared=lambda: (rand(model.vocab, hidden),),
+        native=F.embedding,
+        ours=embedding,
+        learned=(1,),
         back_bytes=2.0 * model.vocab * hidden + 4.0 * M * hidden,
     ).both_ways()
 
@@ -231,7 +231,7 @@ def _hybrid(model: Model, M: int) -> Iterator[Subject]:
         make=partial(_like, (M, model.heads[0], model.width), 2),
         native=_sigmoid,
         ours=sigmoid_mul,
-        learned=2,
+        learned=(0, 1),
         back_bytes=10.0 * flat,
         copied=True,
     ).both_ways()
@@ -250,7 +250,7 @@ def others(M: int) -> Iterator[Subject]:
         shared=partial(_places, M, width),
         native=_rope_interleaved,
         ours=rope_interleaved,
-        learned=1,
+        learned=(0,),
         back_bytes=4.0 * M * heads * width,
         copied=True,
     ).both_ways()
@@ -263,7 +263,7 @@ def others(M: int) -> Iterator[Subject]:
         make=partial(_like, (M, MIMO), 1, MIMO),
         native=torch.add,
         ours=bias_add,
-        learned=2,
+        learned=(0, 1),
         back_bytes=2.0 * M * MIMO,
         copied=True,
     ).both_ways()

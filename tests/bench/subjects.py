@@ -104,9 +104,9 @@ def _nothing() -> tuple[Any, ...]:
 class Subject:
     """One op at one shape: the fewest `nbytes` that must move and `flops` of the tensor cores, and the calls that are timed.
 
-    Every call gets what `make` gives, made anew for each copy that is rotated, then what `shared` gives, made once. `learned` is
-    how many of these, from the first, get a gradient where forward and backward are timed together; `back_bytes` and
-    `back_flops` are what that takes besides. `copied` where a copy of as many bytes is timed too.
+    Every call gets what `make` gives, made anew for each copy that is rotated, then what `shared` gives, made once. `learned` are
+    the places of those that get a gradient where forward and backward are timed together; `back_bytes` and `back_flops` are what
+    that takes besides. `copied` where a copy of as many bytes is timed too.
     """
 
     op: str
@@ -120,7 +120,7 @@ class Subject:
     shared: Callable[[], tuple[Any, ...]] = _nothing
     peers: dict[str, Call] = field(default_factory=dict)
     flops: float = 0.0
-    learned: int = 0
+    learned: tuple[int, ...] = ()
     back_bytes: float = 0.0
     back_flops: float = 0.0
     copied: bool = False
@@ -139,7 +139,7 @@ class Subject:
                 native=with_gradient(self.native, self.learned),
                 ours=with_gradient(self.ours, self.learned),
                 peers={},
-                learned=0,
+                learned=(),
                 copied=False,
             )
 
@@ -149,15 +149,15 @@ def rand(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=DEVICE).normal_(std=scale)
 
 
-def with_gradient(call: Call, learned: int) -> Call:
-    """Forward and backward of `call` in its first `learned` inputs; gradients of its outputs are the outputs themselves."""
+def with_gradient(call: Call, learned: tuple[int, ...]) -> Call:
+    """Forward and backward of `call` in its `learned` inputs; gradients of its outputs are the outputs themselves."""
 
     def both(*inputs: Any) -> Any:
         with torch.enable_grad():
-            grown = [t.detach().requires_grad_() for t in inputs[:learned]]
-            outs = call(*grown, *inputs[learned:])
+            grown = {i: inputs[i].detach().requires_grad_() for i in learned}
+            outs = call(*(grown.get(i, one) for i, one in enumerate(inputs)))
             outs = [outs] if isinstance(outs, Tensor) else [t for t in outs if t.requires_grad]
-            return torch.autograd.grad(outs, grown, [t.detach() for t in outs])
+            return torch.autograd.grad(outs, list(grown.values()), [t.detach() for t in outs])
 
     return both
 
