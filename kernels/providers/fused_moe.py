@@ -13,6 +13,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from isoexec.contracts.errors import EvidenceError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["VARIABLE", "grouped", "version"]
+__all__ = ["VARIABLE", "Blocks", "blocks", "grouped", "multiply", "version"]
 
 VARIABLE = "ISOEXEC_FUSED_MOE"
 _INSIDE = Path("model_executor/layers/fused_moe/fused_moe.py")
@@ -93,30 +94,53 @@ def _kernel() -> Any:
     return module.fused_moe_kernel
 
 
-def grouped(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """Rows `x [R, K]` in the order of experts, whose last rows are before `ends [E]`, by `w [E, N, K]`: bf16 `[R, N]`."""
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """The kernel's plan: the rows of each block, padded with one that there is not, its expert, and how many slots that makes."""
+
+    slots: Tensor
+    owners: Tensor
+    padded: Tensor
+    sides: tuple[int, int, int]  # rows, columns and depth of a block
+
+
+def blocks(ends: Tensor, rows: int) -> Blocks:
+    """Plan `rows` rows, in the order of experts, whose last rows are before `ends [E]`. The host reads them."""
+    sides = _FEW if rows <= 16 * len(ends) else _MANY
+    height = sides[0]
+    count = torch.diff(ends.cpu().long(), prepend=torch.zeros(1, dtype=torch.int64))
+    many = -(-count // height)
+    slots = torch.full((int(many.sum()) * height,), rows, dtype=torch.int32)
+    at, begin = 0, 0
+    for n, b in zip(count.tolist(), many.tolist(), strict=True):
+        slots[at : at + n] = torch.arange(begin, begin + n, dtype=torch.int32)
+        at, begin = at + b * height, begin + n
+    owners = torch.repeat_interleave(torch.arange(len(ends)), many).to(torch.int32)
+    padded = torch.tensor([len(slots)], dtype=torch.int32)
+    return Blocks(
+        slots=slots.to(ends.device),
+        owners=owners.to(ends.device),
+        padded=padded.to(ends.device),
+        sides=sides,
+    )
+
+
+def multiply(x: Tensor, w: Tensor, plan: Blocks) -> Tensor:
+    """Planned rows `x [R, K]` by `w [E, N, K]`: bf16 `[R, N]`. Waits for nothing."""
     import triton.language as tl
 
     R, K = x.shape
-    E, N, _ = w.shape
-    rows, columns, depth = _FEW if R <= 16 * E else _MANY
-    count = torch.diff(ends.cpu().long(), prepend=torch.zeros(1, dtype=torch.int64))
-    blocks = -(-count // rows)
-    slots = torch.full((int(blocks.sum()) * rows,), R, dtype=torch.int32)
-    at, begin = 0, 0
-    for n, b in zip(count.tolist(), blocks.tolist(), strict=True):
-        slots[at : at + n] = torch.arange(begin, begin + n, dtype=torch.int32)
-        at, begin = at + b * rows, begin + n
-    owners = torch.repeat_interleave(torch.arange(E), blocks).to(torch.int32).to(x.device)
-    slots, padded = slots.to(x.device), torch.tensor([len(slots)], dtype=torch.int32, device=x.device)
+    N = w.shape[1]
+    rows, columns, depth = plan.sides
     out = torch.empty(R, N, dtype=torch.bfloat16, device=x.device)
     off = dict.fromkeys(
         ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "per_channel_quant", "HAS_BIAS", "SWAP_AB"), False
     )
     strides = (x.stride(0), x.stride(1), w.stride(0), w.stride(2), w.stride(1), out.stride(0), out.stride(1))
-    grid = (len(owners) * -(-N // columns),)
+    grid = (len(plan.owners) * -(-N // columns),)
     _kernel()[grid](
-        *(x, w, out, None, None, None, None, slots, owners, padded, N, K, len(slots), R, *strides),
+        *(x, w, out, None, None, None, None, plan.slots, plan.owners, plan.padded),
+        *(N, K, len(plan.slots), R, *strides),
         *([0] * 7),  # strides of scales and a bias that are not there
         group_n=0,
         group_k=0,
@@ -134,3 +158,8 @@ def grouped(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         num_stages=4,
     )
     return out
+
+
+def grouped(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Rows `x [R, K]` in the order of experts, whose last rows are before `ends [E]`, by `w [E, N, K]`: bf16 `[R, N]`."""
+    return multiply(x, w, blocks(ends, len(x)))

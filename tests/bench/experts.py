@@ -14,6 +14,8 @@ from subjects import (  # type: ignore[import-not-found]
     DEVICE,
     FP32,
     TRAINED,
+    AbsentError,
+    Call,
     Model,
     Subject,
     rand,
@@ -21,9 +23,11 @@ from subjects import (  # type: ignore[import-not-found]
 )
 from torch import Tensor
 
+from isoexec.contracts.errors import EvidenceError
 from isoexec.kernels.combine.hopper.ops import combine_rows
 from isoexec.kernels.dispatch.hopper.ops import DevicePlan, dispatch, plan
 from isoexec.kernels.grouped_linear.hopper import ops, products, table
+from isoexec.kernels.providers import fused_moe
 from isoexec.kernels.router.hopper.ops import softmax_topk
 from isoexec.kernels.shared_gate.hopper.ops import shared_gate
 
@@ -67,6 +71,26 @@ def _native_combine(y: Tensor, weights: Tensor, made: DevicePlan, index: Tensor)
     out = torch.zeros(made.tokens, y.shape[1], dtype=FP32, device=y.device)
     flat = weights.view(-1).index_select(0, made.slots)
     return out.index_add_(0, index, y.float() * flat.unsqueeze(1)).to(y.dtype)
+
+
+def _planned(offsets: Tensor, R: int) -> fused_moe.Blocks | AbsentError:
+    """The plan of vLLM's kernel, made beforehand."""
+    try:
+        fused_moe.version()
+    except EvidenceError as why:
+        return AbsentError("not installed" if "no vllm" in str(why) else str(why)[:120])
+    return fused_moe.blocks(offsets[1:], R)
+
+
+def _fused(x: Tensor, w: Tensor, _: Tensor, made: fused_moe.Blocks | AbsentError) -> Tensor:
+    if isinstance(made, AbsentError):
+        raise made
+    return fused_moe.multiply(x, w, made)
+
+
+def _only(call: Call) -> Call:
+    """A call without the plan that vLLM's kernel needs."""
+    return lambda a, b, offsets, _: call(a, b, offsets)
 
 
 def subjects(model: Model, M: int) -> Iterator[Subject]:
@@ -170,8 +194,9 @@ def _products(model: Model, M: int) -> Iterator[Subject]:
         busy = E * (1 - (1 - model.places / E) ** M)  # experts with rows, as random routing has them
         moved, flops = 2.0 * (busy * N * K + R * (N + K)), 2.0 * R * N * K
 
-        def ends() -> tuple[Tensor]:
-            return (routed(model, M)[2].offsets,)
+        def ends() -> tuple[Tensor, Any]:
+            offsets = routed(model, M)[2].offsets
+            return offsets, _planned(offsets, M * model.places)
 
         def operands(width: int, *, N: int = N, K: int = K) -> tuple[Tensor, Tensor]:
             return rand(M * model.places, width), rand(model.experts, N, K, scale=K**-0.5)
@@ -192,8 +217,9 @@ def _products(model: Model, M: int) -> Iterator[Subject]:
             flops=flops,
             make=partial(operands, K),
             shared=ends,
-            native=products.library,
-            ours=ops.grouped_linear,
+            native=_only(products.library),
+            ours=_only(ops.grouped_linear),
+            peers={"vllm": _fused},
             provider=provider("forward"),
             most=4,
         )
@@ -204,8 +230,9 @@ def _products(model: Model, M: int) -> Iterator[Subject]:
             one,
             op="grouped_linear_input_gradient",
             make=partial(operands, N),
-            native=products.library_input,
-            ours=ops.input_gradient,
+            native=_only(products.library_input),
+            ours=_only(ops.input_gradient),
+            peers={},
             provider=provider("input"),
         )
         yield replace(
@@ -213,8 +240,9 @@ def _products(model: Model, M: int) -> Iterator[Subject]:
             op="grouped_linear_weight_gradient",
             nbytes=2.0 * (E * N * K + R * (N + K)),
             make=two,
-            native=lambda dy, x, at: products._grouped(dy.t(), x, at[1:]),
-            ours=ops.weight_gradient,
+            native=lambda dy, x, at, _: products._grouped(dy.t(), x, at[1:]),
+            ours=_only(ops.weight_gradient),
+            peers={},
             provider=provider("weight"),
             most=2,
         )

@@ -40,16 +40,17 @@ def test_every_call_runs_and_gives_what_the_native_op_gives(found: dict[str, Any
     assert [why.partition(" 5: ")[2] for why in found["troubles"]] == [
         "ours fails: ZeroDivisionError('division by zero')"
     ]
-    assert list(found["absent"]) == ["broken"]
+    assert "broken" in found["absent"]
 
 
 def test_every_function_of_the_benchmark_is_called_and_peers_where_there_are_some(
     found: dict[str, Any],
 ) -> None:
     assert found["functions"] == []
-    assert {"linear", "row_linear", "linear_weight_gradient", "rms_norm", "logprobs", "router"} <= set(
-        found["peers"]["vllm"]
-    )
+    theirs = set(found["peers"]["vllm"])
+    assert {"linear", "row_linear", "linear_weight_gradient", "rms_norm", "logprobs", "router"} <= theirs
+    if importlib.util.find_spec("vllm") is not None:  # of which the kernel's own text is taken
+        assert "grouped_linear" in theirs
     assert {"linear", "row_linear"} <= set(found["peers"]["leaf tree"])
     assert {"rms_norm", "silu_mul", "rope", "combine"} <= set(found["copied"])
 
