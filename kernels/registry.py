@@ -104,6 +104,10 @@ _HEAD = (
     "linear/hopper/table.json",
     *(f"logprobs/hopper/{name}.py" for name in ("arithmetic", "kernel", "naive", "ops")),
 )
+_SEGMENTS = tuple(
+    f"attention/hopper/{name}.py"
+    for name in ("backward", "fa3", "kernel", "naive", "ops", "reference", "split", "tiles")
+)
 _ROUTER_FILES = ("router/naive.py", "router/ops.py")
 _ROUTER = (("accumulate", "float32"), ("ties", "lowest_expert"), ("normalize", "chosen"))
 
@@ -312,6 +316,12 @@ _ALL = (
         version=1,
         kernels=(_sm90("attention", "Plan", "attention", "plan"),),
         free=("kv_segment",),
+    ),
+    Function(  # the same over a row's last keys; only the own kernel has it
+        id="attention.mma_window",
+        version=1,
+        kernels=(_sm90("window_attention", "Plan", "attention", "plan", also=_SEGMENTS),),
+        free=("kv_segment", "window"),
     ),
     Function(id="silu_mul.exp", version=1, kernels=(_cpu("silu_mul", "silu_mul"),)),
     Function(id="silu_mul.poly", version=1, kernels=(_sm90("silu_mul", "silu_mul", "silu_mul_halves"),)),

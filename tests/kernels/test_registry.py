@@ -63,6 +63,7 @@ SM90: dict[str, dict[str, Any]] = {
     "gate.sigmoid_mul/1": {},
     "linear.mma_chain/1": {"step": 16, "accumulate": "float32", "boundary": "model"},
     "attention.mma_segments/1": {"kv_segment": 4096},
+    "attention.mma_window/1": {"kv_segment": 4096, "window": 1024},
     "silu_mul.poly/1": {},
     "linear.grouped_mma_chain/1": {"step": 16, "accumulate": "float32"},
     "moe.shared_gate/1": {"step": 16, "accumulate": "float32"},

@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference of attention.mma_segments/1 in Triton, the merge of its segments, and the tables a provider is called with.
-
-The reference walks one segment for 16 rows at a time and adds every row's weights key by key: slow, and independent of the
-library whose bits it certifies. Rows a tile and warps are free.
-"""
+"""What every way to compute attention on sm90 shares: one block's weights, the merge of segments, a provider's tables."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 
-from isoexec.kernels.attention.hopper.naive import BLOCK, LN2, constants
+from isoexec.kernels.attention.hopper.naive import LN2
 from isoexec.kernels.hopper.arithmetic import exp, log, power_of_two
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["OWN", "PAST", "SINGLE", "launch_merge", "launch_segment", "launch_tables", "reference"]
+__all__ = ["OWN", "PAST", "SINGLE", "lane_total", "launch_merge", "launch_tables"]
 
 OWN, PAST, SINGLE = 0, 1, 2  # what a table's entries are: `launch_tables`
 ROWS_OF_TABLE = 5
@@ -81,71 +76,6 @@ def _weighed(
         one = tl.sum(tl.where(place[None, None, :] == a, order, 0.0), axis=2)
         lanes = tl.where(a == 0, tl.fma(lanes, tl.broadcast_to(r[:, None], (ROWS, 4)), one), lanes + one)
     return p, r, lanes, high
-
-
-@triton.jit(do_not_specialize=["R", "n", "visible"])
-def segment_kernel(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    out: tl.tensor,
-    lse: tl.tensor,
-    R: tl.tensor,
-    n: tl.tensor,
-    visible: tl.tensor,
-    c: tl.tensor,
-    c_ln2: tl.tensor,
-    q_row: tl.tensor,
-    q_head: tl.tensor,
-    k_row: tl.tensor,
-    k_head: tl.tensor,
-    v_row: tl.tensor,
-    v_head: tl.tensor,
-    o_row: tl.tensor,
-    o_head: tl.tensor,
-    l_head: tl.tensor,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    KEYS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    ASCENDING: tl.constexpr,
-) -> None:
-    first = tl.program_id(0) * ROWS
-    h = tl.program_id(1)
-    row = first + tl.arange(0, ROWS)
-    d = tl.arange(0, D)
-    col = tl.arange(0, WIDTH)
-    limit = tl.minimum(visible + row, n)
-    x = tl.load(
-        q + row.to(tl.int64)[:, None] * q_row + h * q_head + d[None, :], mask=(row < R)[:, None], other=0.0
-    )
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    o = tl.zeros([ROWS, D], tl.float32)
-    lanes = tl.zeros([ROWS, 4], tl.float32)
-    blocks = tl.cdiv(tl.minimum(visible + first + ROWS - 1, n), KEYS)
-    for i in range(blocks):
-        start = i * KEYS if ASCENDING else (blocks - 1 - i) * KEYS
-        key = start + col
-        real = (col < KEYS) & (key < n)
-        at = key.to(tl.int64)
-        kx = tl.load(
-            k + at[None, :] * k_row + (h // GROUP) * k_head + d[:, None], mask=real[None, :], other=0.0
-        )
-        s = tl.dot(x, kx, tl.zeros([ROWS, WIDTH], tl.float32))
-        s = tl.where((col < KEYS)[None, :] & (key[None, :] < limit[:, None]), s, float("-inf"))
-        p, r, lanes, m = _weighed(s, m, lanes, c, ROWS, WIDTH, KEYS, HARDWARE)
-        vx = tl.load(
-            v + at[:, None] * v_row + (h // GROUP) * v_head + d[None, :], mask=real[:, None], other=0.0
-        )
-        o = tl.dot(p.to(tl.bfloat16), vx, o * r[:, None])
-    total = lane_total(lanes)
-    y = o * _unary(total, "rcp", HARDWARE)[:, None]
-    at = row.to(tl.int64)[:, None] * o_row + h * o_head + d[None, :]
-    tl.store(out + at, y.to(tl.bfloat16), mask=(row < R)[:, None])
-    last = tl.fma(m, tl.full([ROWS], 1.0, tl.float32) * c_ln2, _unary(total, "lg2", HARDWARE) * _LN2)
-    tl.store(lse + h * l_head + row, last, mask=row < R)
 
 
 @triton.jit
@@ -316,56 +246,6 @@ def table_kernel(
                 tl.store(pages + e.to(tl.int64) * per + w, found, mask=w < per)
 
 
-def launch_segment(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    visible: int,
-    scale: float,
-    rows: int = 16,
-    num_warps: int = 4,
-    hardware: bool = True,
-    ascending: bool = False,
-    keys: int | None = None,
-) -> None:
-    """One segment of one sequence: q [R, H, D], k and v [n, KV, D]; row i sees min(n, visible + i) keys.
-
-    Writes out [R, H, D] and lse [H, R]. `ascending` and another number of `keys` a block are other functions, for controls.
-    """
-    R, H, D = q.shape
-    if not R:
-        return
-    c, c_ln2 = constants(scale)
-    block = keys or BLOCK[D]
-    segment_kernel[(-(-R // rows), H)](
-        q,
-        k,
-        v,
-        out,
-        lse,
-        R,
-        len(k),
-        visible,
-        c,
-        c_ln2,
-        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-        *(out.stride(0), out.stride(1), lse.stride(0)),
-        GROUP=H // k.shape[1],
-        D=D,
-        KEYS=block,
-        WIDTH=power_of_two(block),
-        ROWS=rows,
-        HARDWARE=hardware,
-        ASCENDING=ascending,
-        num_warps=num_warps,
-        num_stages=2,
-        enable_fp_fusion=False,
-    )
-
-
 def launch_merge(
     own: Tensor | None,
     own_lse: Tensor | None,
@@ -471,39 +351,3 @@ def launch_tables(
         PAGES=256,
         num_warps=4,
     )
-
-
-def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    *,
-    kv_segment: int,
-    sinks: Tensor | None = None,
-    hardware: bool = True,
-    num_warps: int = 4,
-) -> tuple[Tensor, Tensor]:
-    """By Triton alone, a sequence from position 0: q [s, H, D], k, v [s, KV, D], sinks [H]; ([s, H, D], lse [H, s])."""
-    s, H, D = q.shape
-    count = -(-s // kv_segment)
-    parts = torch.zeros(count, s, H, D, dtype=q.dtype, device=q.device)
-    lse = torch.zeros(count, H, s, dtype=torch.float32, device=q.device)
-    for j in range(count):
-        first, end = j * kv_segment, min(s, (j + 1) * kv_segment)
-        launch_segment(
-            q[first:],
-            k[first:end],
-            v[first:end],
-            parts[j, first:],
-            lse[j, :, first:],
-            visible=1,
-            scale=scale,
-            num_warps=num_warps,
-            hardware=hardware,
-        )
-    out = torch.empty_like(q)
-    position = torch.arange(s, dtype=torch.int32, device=q.device)
-    whole = torch.empty(H, s, dtype=torch.float32, device=q.device)
-    launch_merge(None, None, parts, lse, position, sinks, out, kv_segment=kv_segment, whole_lse=whole)
-    return out, whole

@@ -36,14 +36,16 @@ padding nor company changes a bit, and a rank with whole KV groups has the bits 
 
 What plain torch cannot state is the last bit of a tensor-core step, of exp2, of log2 and of 1 / l: on sm90 these are the
 steps of its tensor cores and `ex2.approx.ftz`, `lg2.approx.ftz`, `rcp.approx.ftz`. Here a step is the exact sum rounded once,
-and the other three are fp64 rounded to fp32. The bits are those of `kernel.reference`, which walks the same expressions;
-providers are certified against it as integers and against fp64 by error. The gradients' are those of `backward` with any
-of its walks. The merge, delta and the sinks' gradient are exact arithmetic with one specification on every device.
+and the other three are fp64 rounded to fp32. The bits are those of `reference.reference`, which walks the same expressions;
+providers are certified against it as integers and against fp64 by error. The gradients' are those of `reference.gradients`,
+which is `gradients` here with the chip's steps and exp2. The merge, delta and the sinks' gradient are exact arithmetic with one
+specification on every device.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,6 +75,10 @@ def _chain(x: Tensor, w: Tensor, acc: Tensor) -> Tensor:
         exact = x[:, k : k + STEP].double() @ w[:, k : k + STEP].double().t()
         acc = (acc.double() + exact).float()
     return acc
+
+
+def _exp2(x: Tensor) -> Tensor:
+    return torch.exp2(x.double()).float()
 
 
 def segment(
@@ -196,8 +202,13 @@ def gradients(
     *,
     window: int = 0,
     sinks: Tensor | None = None,
+    chain: Callable[[Tensor, Tensor, Tensor], Tensor] = _chain,
+    exp2: Callable[[Tensor], Tensor] = _exp2,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Of one sequence: (dq, dk, dv) in bf16, and the share [H] that it adds to the sinks' gradient, before the sign."""
+    """Of one sequence: (dq, dk, dv) in bf16, and the share [H] that it adds to the sinks' gradient, before the sign.
+
+    `chain(x [R, K], w [N, K], acc [R, N])` and `exp2` are a chip's, where its bits are wanted.
+    """
     s, H, D = q.shape
     KV = k.shape[1]
     group = H // KV
@@ -220,13 +231,13 @@ def gradients(
         dk_sum, dv_sum = (torch.zeros(padded, D, device=q.device) for _ in range(2))
         for h in range(kv * group, (kv + 1) * group):
             base = whole((lse[h] * LOG2E)[:, None])
-            arg = fma(_chain(qs[:, h], ks[:, kv], zero), c, -base.expand_as(zero))
-            p = torch.where(seen, torch.exp2(arg.double()).float(), 0.0)
-            dp = _chain(gs[:, h], vs[:, kv], zero)
+            arg = fma(chain(qs[:, h], ks[:, kv], zero), c, -base.expand_as(zero))
+            p = torch.where(seen, exp2(arg), 0.0)
+            dp = chain(gs[:, h], vs[:, kv], zero)
             ds = torch.where(seen, p * (dp - delta[:, h, None]), 0.0).bfloat16()
-            dv_sum = _chain(p.bfloat16().t(), gs[:, h].t(), dv_sum)
-            dk_sum = _chain(ds.t(), qs[:, h].t(), dk_sum)
-            dq[:, h] = (_chain(ds, ks[:, kv].t(), torch.zeros_like(dk_sum)) * rounded + 0.0).bfloat16()[:s]
+            dv_sum = chain(p.bfloat16().t(), gs[:, h].t(), dv_sum)
+            dk_sum = chain(ds.t(), qs[:, h].t(), dk_sum)
+            dq[:, h] = (chain(ds, ks[:, kv].t(), torch.zeros_like(dk_sum)) * rounded + 0.0).bfloat16()[:s]
         dk[:, kv] = (dk_sum * rounded + 0.0).bfloat16()[:s]
         dv[:, kv] = (dv_sum + 0.0).bfloat16()[:s]
     share = None

@@ -337,7 +337,12 @@ def _attention(
         totals = None
         if tuning is not None:
             parts, totals, lse = launch_split(
-                q, k, v, own, own_pages, requests=requests, kv_segment=kv_segment, scale=scale, tuning=tuning
+                *(q, k, v, own, own_pages),
+                requests=requests,
+                kv_segment=kv_segment,
+                scale=scale,
+                tuning=tuning,
+                hardware=HARDWARE,
             )
         else:
             parts, lse = attend(q if n == 1 else q.repeat(n, 1, 1), own, own_pages, "causal", 1)
@@ -349,6 +354,7 @@ def _attention(
             kv_segment=kv_segment,
             totals=None if totals is None else totals.view(H, n, T).transpose(0, 1),
             whole_lse=whole,
+            hardware=HARDWARE,
         )
         return out, _kept(whole, with_lse)
     out = torch.empty(T, H, D, dtype=q.dtype, device=q.device)

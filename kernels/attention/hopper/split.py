@@ -34,7 +34,10 @@ MOST_GROUP = 16  # query heads a KV head
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """Free of bits: columns a program of the values takes, blocks one of the scores, blocks the sums read at a time."""
+    """Free of bits: columns a program of the values takes, blocks one of the scores, blocks the sums read at a time.
+
+    `unrolled`: blocks that an iteration of the values takes; its stages are of so many blocks.
+    """
 
     columns: int
     warps: int
@@ -43,6 +46,7 @@ class Tuning:
     score_warps: int
     score_stages: int
     ahead: int
+    unrolled: int = 1
 
 
 @cache
@@ -255,6 +259,36 @@ def sums_kernel(
         tl.store(lse + (kv * GROUP + h) * rows + row, last, mask=h < GROUP)
 
 
+@triton.jit
+def _values_of(
+    o: tl.tensor,
+    r: tl.tensor,
+    values: tl.tensor,
+    lie: tl.tensor,
+    weight: tl.tensor,
+    fade: tl.tensor,
+    i: tl.tensor,
+    used: tl.tensor,
+    v_page: tl.tensor,
+    v_row: tl.tensor,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Block i's weighed values added to what was before it, and the fade of the block after."""
+    col = tl.arange(0, WIDTH)
+    place = tl.load(lie + i * WIDTH)
+    if PAGE == 0:  # noqa: SIM108 - Triton would compile both
+        at_key = place.to(tl.int64) * v_row
+    else:
+        at_key = (place // PAGE).to(tl.int64) * v_page + (place % PAGE) * v_row
+    real = (col < KEYS) & (i * KEYS + col < used)
+    y = tl.load(values + at_key[:, None], mask=real[:, None], other=0.0)
+    p = tl.load(weight + i * (16 * WIDTH))
+    r_next = tl.load(fade + tl.maximum(i - 1, 0) * 16)
+    return tl.dot(p, y, o * r[:, None]), r_next
+
+
 @triton.jit(do_not_specialize=["BLOCKS"])
 def values_kernel(
     v: tl.tensor,
@@ -275,6 +309,7 @@ def values_kernel(
     WIDTH: tl.constexpr,
     BLOCKS: tl.tensor,
     PAGE: tl.constexpr,
+    UNROLLED: tl.constexpr,
 ) -> None:
     at = tl.program_id(1)
     e = at // KV
@@ -291,22 +326,21 @@ def values_kernel(
         weight = weights + ((at * BLOCKS).to(tl.int64) * 16 + g)[:, None] * WIDTH + col[None, :]
         lie = lies + (e * BLOCKS).to(tl.int64) * WIDTH + col
         o = tl.zeros([16, COLUMNS], tl.float32)
-        r = tl.load(
-            fade + (blocks - 1) * 16
-        )  # read a block ahead; further would keep Triton from pipelining the loop
-        for step in range(blocks):
-            i = blocks - 1 - step
-            place = tl.load(lie + i * WIDTH)
-            if PAGE == 0:  # noqa: SIM108 - Triton would compile both
-                at_key = place.to(tl.int64) * v_row
-            else:
-                at_key = (place // PAGE).to(tl.int64) * v_page + (place % PAGE) * v_row
-            real = (col < KEYS) & (i * KEYS + col < used)
-            y = tl.load(values + at_key[:, None], mask=real[:, None], other=0.0)
-            p = tl.load(weight + i * (16 * WIDTH))
-            r_next = tl.load(fade + tl.maximum(i - 1, 0) * 16)
-            o = tl.dot(p, y, o * r[:, None])
-            r = r_next
+        # a fade is read a block ahead; further would keep Triton from pipelining the loop
+        r = tl.load(fade + (blocks - 1) * 16)
+        left = blocks % UNROLLED
+        if UNROLLED > 1:
+            for step in range(left):
+                o, r = _values_of(
+                    *(o, r, values, lie, weight, fade, blocks - 1 - step, used),
+                    *(v_page, v_row, KEYS, WIDTH, PAGE),
+                )
+        for several in range(blocks // UNROLLED):
+            for one in tl.static_range(UNROLLED):
+                o, r = _values_of(
+                    *(o, r, values, lie, weight, fade, blocks - 1 - left - several * UNROLLED - one, used),
+                    *(v_page, v_row, KEYS, WIDTH, PAGE),
+                )
         at_row = out + (row * (KV * GROUP) + (kv * GROUP + g))[:, None] * D + d[None, :]
         tl.store(at_row, o, mask=(g < GROUP)[:, None])
 
@@ -392,6 +426,7 @@ def launch_split(
         **both,
         **page,
         COLUMNS=tuning.columns,
+        UNROLLED=tuning.unrolled,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
         enable_fp_fusion=False,

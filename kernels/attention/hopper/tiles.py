@@ -151,7 +151,7 @@ def _block(
     return high, o, lanes
 
 
-@triton.jit(do_not_specialize=["requests", "kv_segment", "window"])
+@triton.jit(do_not_specialize=["requests", "kv_segment", "window", "slots"])
 def tile_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -164,6 +164,7 @@ def tile_kernel(
     requests: tl.tensor,
     kv_segment: tl.tensor,
     window: tl.tensor,
+    slots: tl.tensor,
     c: tl.tensor,
     c_ln2: tl.tensor,
     s_row: tl.tensor,
@@ -188,7 +189,6 @@ def tile_kernel(
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
-    SLOTS: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOWED: tl.constexpr,
     HARDWARE: tl.constexpr,
@@ -266,7 +266,7 @@ def tile_kernel(
             written = some & (limit > 0)
             if WINDOWED:
                 written = written & (low < kv_segment)
-            slot = (j % SLOTS).to(tl.int64)
+            slot = (j % slots).to(tl.int64)
             y = o * _unary(total, "rcp", HARDWARE)[:, None]
             at = out + slot * o_slot + row[:, None] * o_row + head[:, None] * o_head + d[None, :]
             tl.store(at, y.to(tl.bfloat16), mask=written[:, None])
@@ -338,7 +338,7 @@ def launch_tiles(
     c, c_ln2 = constants(scale)
     tile_kernel[(owners.shape[1], KV, segments)](
         *(q, k, v, parts, lse, spans, owners, spans if pages is None else pages),
-        *(spans.shape[1], kv_segment, window, c, c_ln2),
+        *(spans.shape[1], kv_segment, window, len(parts), c, c_ln2),
         *(spans.stride(0), owners.stride(0), 0 if pages is None else pages.stride(0)),
         *(q.stride(0), q.stride(1)),
         *(k.stride(0), k.stride(-3), k.stride(-2), v.stride(0), v.stride(-3), v.stride(-2)),
@@ -349,7 +349,6 @@ def launch_tiles(
         WIDTH=power_of_two(keys),
         TOKENS=tokens,
         ROWS=max(16, power_of_two(tokens * group)),
-        SLOTS=len(parts),
         PAGE=0 if pages is None else k.shape[1],
         WINDOWED=window > 0,
         HARDWARE=hardware,

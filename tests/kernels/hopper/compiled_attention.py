@@ -9,7 +9,7 @@ from typing import Any
 
 from compiled import compiled  # type: ignore[import-not-found]
 
-from isoexec.kernels.attention.hopper import backward, kernel, split, tiles
+from isoexec.kernels.attention.hopper import backward, kernel, reference, split, tiles
 from isoexec.kernels.attention.hopper.naive import BLOCK, WINDOW_BLOCK
 
 
@@ -21,6 +21,7 @@ def main() -> None:
         "R",
         "n",
         "visible",
+        "window",
         "q_row",
         "q_head",
         "k_row",
@@ -50,8 +51,18 @@ def main() -> None:
             "ROWS": 16,
             "HARDWARE": True,
             "ASCENDING": False,
+            "WINDOWED": D == 64,
         }
-        results[f"segment {D}"] = compiled(kernel.segment_kernel, types, cut, num_stages=2, **plain)
+        results[f"segment {D}"] = compiled(reference.segment_kernel, types, cut, num_stages=2, **plain)
+    cut = {"ROWS": 64, "COLUMNS": 64, "STEP": 16}
+    own = _typed(
+        reference.chain_kernel,
+        {"x": b, "w": b, "acc": f, "out": f, **dict.fromkeys(("M", "N", "K"), "i32")},
+    )
+    results["reference chain"] = compiled(reference.chain_kernel, own, cut, **plain)
+    cut = {"BLOCK": 4096, "HARDWARE": True}
+    own = {"x": f, "y": f, "count": "i32"}
+    results["reference exp2"] = compiled(reference.exp2_kernel, own, cut, **plain)
     strides = (
         *(
             "wl_head",
@@ -94,13 +105,15 @@ def main() -> None:
     for D, keys in BLOCK.items():
         cut = {"KV": 8, "GROUP": 4, "CHAINS": 16, "D": D, "KEYS": keys, "WIDTH": 128, "MOST": 128, "PAGE": 16}
         cut |= {"PER": 4, "COLUMNS": 32, "AHEAD": 4, "HARDWARE": True}
-        for name, of, warps, stages in (
-            ("scores", split.scores_kernel, 4, 5),
-            ("weights", split.weights_kernel, 4, 3),
-            ("sums", split.sums_kernel, 1, 3),
-            ("values", split.values_kernel, 4, 9),
+        for name, of, warps, stages, unrolled in (
+            ("scores", split.scores_kernel, 4, 5, 1),
+            ("weights", split.weights_kernel, 4, 3, 1),
+            ("sums", split.sums_kernel, 1, 3, 1),
+            ("values", split.values_kernel, 4, 9, 1),
+            ("values by two", split.values_kernel, 4, 5, 2),
+            ("values by four", split.values_kernel, 4, 3, 4),
         ):
-            own = {k: v for k, v in cut.items() if k in of.arg_names}
+            own = {k: v for k, v in (cut | {"UNROLLED": unrolled}).items() if k in of.arg_names}
             tuning = {**plain, "num_warps": warps, "num_stages": stages}
             results[f"split {name} {D}"] = compiled(of, types, own, **tuning)
     types = {"q_start": i, "lengths": i, "k_start": i, "blocks": i, "table": i, "pages": i}
@@ -130,7 +143,7 @@ def _tiles() -> dict[str, Any]:
             keys = WINDOW_BLOCK[D] if windowed else BLOCK[D]
             held = 1 if name == "decode" else tiles.tokens_of(tile, 4)
             cut = {"GROUP": 4, "D": D, "KEYS": keys, "WIDTH": 64 if keys == 64 else 128, "TOKENS": held}
-            cut |= {"ROWS": max(16, 4 * held), "SLOTS": 8, "PAGE": page, "WINDOWED": windowed}
+            cut |= {"ROWS": max(16, 4 * held), "PAGE": page, "WINDOWED": windowed}
             tuning = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
             one = tiles.tile_kernel
             found[f"tiles {name} {D}"] = compiled(

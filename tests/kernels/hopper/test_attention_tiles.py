@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sm90 attention's own kernel, with and without a window, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed here")
+
+from isoexec.kernels.domain import DomainError
+from isoexec.kernels.window_attention.hopper.ops import plan
+
+INTERPRETED = "interpreted_attention_tiles.py"
+
+
+@pytest.fixture(scope="module")
+def interpreted(script: Callable[..., Any]) -> dict[str, str]:
+    found: dict[str, str] = script(INTERPRETED, interpreted=True)
+    return found
+
+
+def test_in_the_interpreter(check: str, interpreted: dict[str, str]) -> None:
+    assert interpreted[check] == ""
+
+
+def test_a_window_is_named_and_a_row_sees_its_own_key_at_least() -> None:
+    sizes = {"requests": 1, "tokens": 4, "most_rows": 4, "most_keys": 64, "kv_segment": 64, "device": "meta"}
+    step = plan(**sizes, window=8)  # type: ignore[arg-type]
+    assert (step.window, step.provider) == (8, "triton")
+    with pytest.raises(DomainError, match="a window of 0.*at least the row's own key"):
+        plan(**sizes, window=0)  # type: ignore[arg-type]
