@@ -138,12 +138,13 @@ COLUMNS = ("native", "noise", "ours", "ratio", "vllm", "leaf tree", "compiled", 
 _LEGEND = """\
 Microseconds, medians of CUDA-graph replays in turns over rotating inputs, so the L2 is cold. `native` is the stock torch op,
 cuBLAS as shipped, or for fused logprobs the product alone; `noise` is a second graph of it over the first; `ratio` is ours
-over native, above 1 is slower. `vllm` (its batch-invariant Triton kernels; of experts its fused kernel, in blocks as without a
-tuned file), `leaf tree` (eight leaves of K, as published) and `compiled` (the native op under Inductor) are over native too; on
-Hopper, vLLM's batch-invariant mode leaves a plain product to cuBLASLt and not to the kernel timed here. `of copy` is our share of the bandwidth of a copy that moves as many bytes in the
-same run; `roofline` is our share of 4.8 TB/s or 989 TFLOP/s, whichever is nearer, of the fewest bytes that must move and
-products that must be made. `+grad` is forward and backward together. Attention, and products shared by two GPUs, have tables
-of their own (`attention_hopper.py`, `handoff.py`).
+over native, above 1 is slower. `vllm` (its batch-invariant Triton kernels; of experts its fused kernel, in blocks as without
+a tuned file), `leaf tree` (eight leaves of K, as published) and `compiled` (the native op under Inductor) are over native
+too; on Hopper, vLLM's batch-invariant mode leaves a plain product to cuBLASLt and not to the kernel timed here. `of copy` is
+our share of the bandwidth of a copy that moves as many bytes in the same run; `roofline` is our share of 4.8 TB/s or 989
+TFLOP/s, whichever is nearer, of the fewest bytes that must move and products that must be made. `+grad` is forward and
+backward together. Attention, and products shared by two GPUs, have tables of their own (`attention_hopper.py`,
+`handoff.py`).
 """
 
 
