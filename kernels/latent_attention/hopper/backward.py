@@ -4,24 +4,26 @@
 Two kernels compute the scores anew: one a tile of query rows, which walks keys upwards, and one a tile of keys, which walks the
 heads and, in each, the query rows that see it. Keys a tile of the first, keys and warps of the second, and all stages are free of
 bits; the ROWS query rows of a step of the second are not: a latent row's gradient takes both its parts from them in turn.
+`launch_keys` computes any keys at a time and goes on from what other heads gave, so ranks can hand their chains on.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from isoexec.kernels.attention.hopper.backward import UNIT
 from isoexec.kernels.hopper.arithmetic import exp, fold
-from isoexec.kernels.latent_attention.hopper.naive import LATENT, ROPE, ROWS
+from isoexec.kernels.latent_attention.hopper.naive import HEAD, LATENT, ROPE, ROWS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["KEYS", "QUERIES", "Tile", "gradients"]
+__all__ = ["KEYS", "QUERIES", "Operands", "Tile", "launch_delta", "launch_keys", "launch_queries"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,35 @@ class Tile:
 
 QUERIES = Tile(rows=32, keys=64, warps=8, stages=1)
 KEYS = Tile(rows=ROWS, keys=32, warps=8, stages=1)
+
+
+class Operands(NamedTuple):
+    """What both kernels read.
+
+    q_rope [T, H, 64], q_latent and dout [T, H, 512], k_rope [keys, 64], latent [keys, 512] bf16; lse and delta [H, T] fp32. spans
+    [4, B] int32: a sequence's first row, rows, keys and first key; units [2, n] int32: whose each tile of UNIT rows is, and which
+    of its own. A sequence whose rows are not those of all its keys gets NaN.
+    """
+
+    q_rope: Tensor
+    q_latent: Tensor
+    k_rope: Tensor
+    latent: Tensor
+    lse: Tensor
+    delta: Tensor
+    dout: Tensor
+    spans: Tensor
+    units: Tensor
+    scale: float
+
+    def strides(self) -> tuple[float, ...]:
+        """As the kernels take them."""
+        return (
+            *(self.spans.shape[1], self.spans.stride(0), self.units.stride(0), self.scale),
+            *(self.q_rope.stride(0), self.q_rope.stride(1), self.q_latent.stride(0), self.q_latent.stride(1)),
+            *(self.k_rope.stride(0), self.latent.stride(0), self.lse.stride(0), self.delta.stride(0)),
+            *(self.dout.stride(0), self.dout.stride(1)),
+        )
 
 
 @triton.jit
@@ -91,9 +122,13 @@ def query_kernel(
     lse: tl.tensor,
     delta: tl.tensor,
     dout: tl.tensor,
+    spans: tl.tensor,
+    units: tl.tensor,
     dq_rope: tl.tensor,
     dq_latent: tl.tensor,
-    q_start: tl.tensor,
+    requests: tl.tensor,
+    s_row: tl.tensor,
+    u_row: tl.tensor,
     scale: tl.tensor,
     qr_row: tl.tensor,
     qr_head: tl.tensor,
@@ -108,46 +143,51 @@ def query_kernel(
     H: tl.constexpr,
     TURN: tl.constexpr,
     WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     h = tl.program_id(0)
-    b = tl.program_id(2)
-    begin = tl.load(q_start + b).to(tl.int64)
-    count = tl.load(q_start + b + 1) - begin.to(tl.int32)
-    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * TILE  # the longest rows first
-    if first < count:
-        turn = tl.arange(0, TURN)
-        d = tl.arange(0, WIDTH)
-        i = first + tl.arange(0, TILE)
-        real = i < count
-        at = begin + i
-        x = tl.load(
-            q_rope + at[:, None] * qr_row + h * qr_head + turn[None, :], mask=real[:, None], other=0.0
-        )
-        y = tl.load(q_latent + at[:, None] * ql_row + h * ql_head + d[None, :], mask=real[:, None], other=0.0)
-        g = tl.load(dout + at[:, None] * g_row + h * g_head + d[None, :], mask=real[:, None], other=0.0)
-        far = tl.load(lse + h * l_head + at, mask=real, other=0.0)
-        own = tl.load(delta + h * d_head + at, mask=real, other=0.0)
-        dx = tl.zeros([TILE, TURN], tl.float32)
-        dy = tl.zeros([TILE, WIDTH], tl.float32)
-        for j0 in range(0, tl.minimum(first + TILE, count), COLUMNS):
-            j = j0 + tl.arange(0, COLUMNS)
-            there = (j < count)[:, None]
-            key = begin + j
-            turned = tl.load(k_rope + key[:, None] * kr_row + turn[None, :], mask=there, other=0.0)
-            rows = tl.load(latent + key[:, None] * c_row + d[None, :], mask=there, other=0.0)
-            seen = (j[None, :] <= i[:, None]) & real[:, None]
-            _, ds = _weights(x, y, g, turned, rows, far, own, seen, scale)
-            low = ds.to(tl.bfloat16)
-            dx = tl.dot(low, turned, dx)
-            dy = tl.dot(low, rows, dy)
-        out = at[:, None] * H + h
-        tl.store(dq_rope + out * TURN + turn[None, :], dx.to(tl.bfloat16), mask=real[:, None])
-        tl.store(dq_latent + out * WIDTH + d[None, :], dy.to(tl.bfloat16), mask=real[:, None])
+    place = tl.num_programs(1) - 1 - tl.program_id(1)  # a sequence's longest rows first
+    unit = place // (WHOLE // TILE)
+    b = tl.load(units + unit)
+    if b < requests:
+        begin = tl.load(spans + b).to(tl.int64)
+        count = tl.load(spans + s_row + b)
+        k0 = tl.load(spans + 3 * s_row + b).to(tl.int64)
+        first = tl.load(units + u_row + unit) * WHOLE + place % (WHOLE // TILE) * TILE
+        if first < count:
+            turn = tl.arange(0, TURN)
+            d = tl.arange(0, WIDTH)
+            i = first + tl.arange(0, TILE)
+            real = i < count
+            some = real[:, None]
+            at = begin + i
+            x = tl.load(q_rope + at[:, None] * qr_row + h * qr_head + turn[None, :], mask=some, other=0.0)
+            y = tl.load(q_latent + at[:, None] * ql_row + h * ql_head + d[None, :], mask=some, other=0.0)
+            g = tl.load(dout + at[:, None] * g_row + h * g_head + d[None, :], mask=some, other=0.0)
+            far = tl.load(lse + h * l_head + at, mask=real, other=0.0)
+            own = tl.load(delta + h * d_head + at, mask=real, other=0.0)
+            dx = tl.zeros([TILE, TURN], tl.float32)
+            dy = tl.zeros([TILE, WIDTH], tl.float32)
+            for j0 in range(0, tl.minimum(first + TILE, count), COLUMNS):
+                j = j0 + tl.arange(0, COLUMNS)
+                there = (j < count)[:, None]
+                key = k0 + j
+                turned = tl.load(k_rope + key[:, None] * kr_row + turn[None, :], mask=there, other=0.0)
+                rows = tl.load(latent + key[:, None] * c_row + d[None, :], mask=there, other=0.0)
+                seen = (j[None, :] <= i[:, None]) & some
+                _, ds = _weights(x, y, g, turned, rows, far, own, seen, scale)
+                low = ds.to(tl.bfloat16)
+                dx = tl.dot(low, turned, dx)
+                dy = tl.dot(low, rows, dy)
+            bad = tl.where(tl.load(spans + 2 * s_row + b) == count, 0.0, float("nan"))
+            to = at[:, None] * H + h
+            tl.store(dq_rope + to * TURN + turn[None, :], (dx + bad).to(tl.bfloat16), mask=some)
+            tl.store(dq_latent + to * WIDTH + d[None, :], (dy + bad).to(tl.bfloat16), mask=some)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["low", "high"])
 def key_kernel(
     q_rope: tl.tensor,
     q_latent: tl.tensor,
@@ -156,9 +196,15 @@ def key_kernel(
     lse: tl.tensor,
     delta: tl.tensor,
     dout: tl.tensor,
-    dk_rope: tl.tensor,
-    dlatent: tl.tensor,
-    q_start: tl.tensor,
+    spans: tl.tensor,
+    units: tl.tensor,
+    acc: tl.tensor,
+    out: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    requests: tl.tensor,
+    s_row: tl.tensor,
+    u_row: tl.tensor,
     scale: tl.tensor,
     qr_row: tl.tensor,
     qr_head: tl.tensor,
@@ -173,124 +219,130 @@ def key_kernel(
     H: tl.constexpr,
     TURN: tl.constexpr,
     WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     CONTINUE: tl.constexpr,
 ) -> None:
-    b = tl.program_id(1)
-    begin = tl.load(q_start + b).to(tl.int64)
-    count = tl.load(q_start + b + 1) - begin.to(tl.int32)
-    j0 = tl.program_id(0) * COLUMNS
-    if j0 < count:
-        turn = tl.arange(0, TURN)
-        d = tl.arange(0, WIDTH)
-        j = j0 + tl.arange(0, COLUMNS)
-        there = (j < count)[:, None]
-        key = begin + j
-        turned = tl.load(k_rope + key[:, None] * kr_row + turn[None, :], mask=there, other=0.0)
-        rows = tl.load(latent + key[:, None] * c_row + d[None, :], mask=there, other=0.0)
-        to_r = dk_rope + key[:, None] * TURN + turn[None, :]
-        to_c = dlatent + key[:, None] * WIDTH + d[None, :]
-        if CONTINUE:
-            dr = tl.load(to_r, mask=there, other=0.0)
-            dc = tl.load(to_c, mask=there, other=0.0)
-        else:
-            dr = tl.zeros([COLUMNS, TURN], tl.float32)
-            dc = tl.zeros([COLUMNS, WIDTH], tl.float32)
-        for h in range(H):
-            for i0 in range(j0 // TILE * TILE, count, TILE):
-                i = i0 + tl.arange(0, TILE)
-                real = i < count
-                at = begin + i
-                x = tl.load(
-                    q_rope + at[:, None] * qr_row + h * qr_head + turn[None, :], mask=real[:, None], other=0.0
-                )
-                y = tl.load(
-                    q_latent + at[:, None] * ql_row + h * ql_head + d[None, :], mask=real[:, None], other=0.0
-                )
-                g = tl.load(
-                    dout + at[:, None] * g_row + h * g_head + d[None, :], mask=real[:, None], other=0.0
-                )
-                far = tl.load(lse + h * l_head + at, mask=real, other=0.0)
-                own = tl.load(delta + h * d_head + at, mask=real, other=0.0)
-                seen = (j[None, :] <= i[:, None]) & real[:, None]
-                p, ds = _weights(x, y, g, turned, rows, far, own, seen, scale)
-                low = ds.to(tl.bfloat16).T
-                dr = tl.dot(low, x, dr)
-                dc = tl.dot(low, y, dc)
-                dc = tl.dot(p.to(tl.bfloat16).T, g, dc)
-        tl.store(to_r, dr, mask=there)
-        tl.store(to_c, dc, mask=there)
+    unit = tl.program_id(0) // (WHOLE // COLUMNS)
+    b = tl.load(units + unit)
+    if b < requests:
+        begin = tl.load(spans + b).to(tl.int64)
+        count = tl.load(spans + s_row + b)
+        k0 = tl.load(spans + 3 * s_row + b).to(tl.int64)
+        j0 = tl.load(units + u_row + unit) * WHOLE + tl.program_id(0) % (WHOLE // COLUMNS) * COLUMNS
+        if (j0 < count) & (k0 + j0 < high) & (k0 + j0 + COLUMNS > low):
+            turn = tl.arange(0, TURN)
+            d = tl.arange(0, WIDTH)
+            j = j0 + tl.arange(0, COLUMNS)
+            key = k0 + j
+            there = ((j < count) & (key >= low) & (key < high))[:, None]
+            turned = tl.load(k_rope + key[:, None] * kr_row + turn[None, :], mask=there, other=0.0)
+            rows = tl.load(latent + key[:, None] * c_row + d[None, :], mask=there, other=0.0)
+            to = (key - low)[:, None] * (TURN + WIDTH)
+            if CONTINUE:
+                dr = tl.load(acc + to + turn[None, :], mask=there, other=0.0)
+                dc = tl.load(acc + to + TURN + d[None, :], mask=there, other=0.0)
+            else:
+                dr = tl.zeros([COLUMNS, TURN], tl.float32)
+                dc = tl.zeros([COLUMNS, WIDTH], tl.float32)
+            for h in range(H):
+                for i0 in range(j0 // TILE * TILE, count, TILE):
+                    i = i0 + tl.arange(0, TILE)
+                    real = i < count
+                    some = real[:, None]
+                    at = begin + i
+                    x = tl.load(
+                        q_rope + at[:, None] * qr_row + h * qr_head + turn[None, :], mask=some, other=0.0
+                    )
+                    y = tl.load(
+                        q_latent + at[:, None] * ql_row + h * ql_head + d[None, :], mask=some, other=0.0
+                    )
+                    g = tl.load(dout + at[:, None] * g_row + h * g_head + d[None, :], mask=some, other=0.0)
+                    far = tl.load(lse + h * l_head + at, mask=real, other=0.0)
+                    own = tl.load(delta + h * d_head + at, mask=real, other=0.0)
+                    seen = (j[None, :] <= i[:, None]) & some
+                    p, ds = _weights(x, y, g, turned, rows, far, own, seen, scale)
+                    turned_ds = ds.to(tl.bfloat16).T
+                    dr = tl.dot(turned_ds, x, dr)
+                    dc = tl.dot(turned_ds, y, dc)
+                    dc = tl.dot(p.to(tl.bfloat16).T, g, dc)
+            bad = tl.where(tl.load(spans + 2 * s_row + b) == count, 0.0, float("nan"))
+            kind = out.dtype.element_ty
+            tl.store(out + to + turn[None, :], (dr + bad).to(kind), mask=there)
+            tl.store(out + to + TURN + d[None, :], (dc + bad).to(kind), mask=there)
 
 
-def gradients(
-    q_rope: Tensor,
-    q_latent: Tensor,
-    k_rope: Tensor,
-    latent: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    q_start: Tensor,
-    longest: int,
-    scale: float,
-    start: tuple[Tensor, Tensor] | None = None,
-    queries: Tile = QUERIES,
-    keys: Tile = KEYS,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of packed sequences: rows q_start[b] .. q_start[b + 1] (int32, on the device) see their own sequence's keys.
-
-    q_rope [T, H, 64], q_latent, out and dout [T, H, 512], k_rope [T, 64], latent [T, 512] bf16, lse [H, T] fp32; `longest` bounds
-    the rows of a sequence. Returns bf16 dq_rope and dq_latent, and fp32 chains of dk_rope and dlatent, continued from `start`
-    in place where it is given. Rows of no sequence are not written.
-    """
-    T, H, _ = q_latent.shape
-    dq_rope, dq_latent = torch.empty_like(q_rope), torch.empty_like(q_latent)
-    dk_rope, dlatent = start or (
-        torch.empty(T, ROPE, dtype=torch.float32, device=out.device),
-        torch.empty(T, LATENT, dtype=torch.float32, device=out.device),
-    )
-    if not T:
-        return dq_rope, dq_latent, dk_rope, dlatent
+def launch_delta(out: Tensor, dout: Tensor) -> Tensor:
+    """Pair sums of dout * out, bf16 [T, H, 512] each: fp32 [H, T]."""
+    T, H, _ = out.shape
     delta = torch.empty(H, T, dtype=torch.float32, device=out.device)
-    strides = (out.stride(0), out.stride(1), dout.stride(0), dout.stride(1), delta.stride(0))
     per = 4
-    delta_kernel[(T, -(-H // per))](
-        out, dout, delta, H, *strides, HEADS=per, WIDTH=LATENT, num_warps=4, enable_fp_fusion=False
+    if T:
+        delta_kernel[(T, -(-H // per))](
+            *(
+                out,
+                dout,
+                delta,
+                H,
+                out.stride(0),
+                out.stride(1),
+                dout.stride(0),
+                dout.stride(1),
+                delta.stride(0),
+            ),
+            HEADS=per,
+            WIDTH=LATENT,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return delta
+
+
+def launch_queries(given: Operands, tile: Tile = QUERIES) -> tuple[Tensor, Tensor]:
+    """Dq_rope [T, H, 64] and dq_latent [T, H, 512] bf16; rows of no sequence get zeros."""
+    H = given.q_latent.shape[1]
+    dq_rope, dq_latent = (
+        torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (given.q_rope, given.q_latent)
     )
-    inputs = (q_rope, q_latent, k_rope, latent, lse, delta, dout)
-    shape = (
-        *(q_rope.stride(0), q_rope.stride(1), q_latent.stride(0), q_latent.stride(1)),
-        *(k_rope.stride(0), latent.stride(0), lse.stride(0), delta.stride(0)),
-        *(dout.stride(0), dout.stride(1), H, ROPE, LATENT),
-    )
-    sequences = len(q_start) - 1
-    query_kernel[(H, -(-longest // queries.rows), sequences)](
-        *inputs,
-        dq_rope,
-        dq_latent,
-        q_start,
-        scale,
-        *shape,
-        TILE=queries.rows,
-        COLUMNS=queries.keys,
-        num_warps=queries.warps,
-        num_stages=queries.stages,
+    query_kernel[(H, given.units.shape[1] * (UNIT // tile.rows))](
+        *(*given[:-1], dq_rope, dq_latent, *given.strides(), H, ROPE, LATENT),
+        WHOLE=UNIT,
+        TILE=tile.rows,
+        COLUMNS=tile.keys,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         enable_fp_fusion=False,
     )
-    assert keys.rows == ROWS, "the rows of a step decide bits"
-    key_kernel[(-(-longest // keys.keys), sequences)](
-        *inputs,
-        dk_rope,
-        dlatent,
-        q_start,
-        scale,
-        *shape,
-        TILE=keys.rows,
-        COLUMNS=keys.keys,
-        CONTINUE=start is not None,
-        num_warps=keys.warps,
-        num_stages=keys.stages,
+    return dq_rope, dq_latent
+
+
+def launch_keys(
+    given: Operands,
+    keys: slice,
+    acc: Tensor | None,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+    tile: Tile = KEYS,
+) -> Tensor:
+    """The chains of (dk_rope, dlatent) of `keys` over this call's heads: [n, 576] in `dtype`, into `out` where it is given.
+
+    They go on from `acc` [n, 576] fp32, what the heads before gave. Keys of no sequence get zeros.
+    """
+    assert tile.rows == ROWS, "the rows of a step decide bits"
+    H = given.q_latent.shape[1]
+    if out is None:
+        out = torch.empty(keys.stop - keys.start, HEAD, dtype=dtype, device=given.latent.device)
+    out.zero_()
+    key_kernel[(given.units.shape[1] * (UNIT // tile.keys),)](
+        *(*given[:-1], out if acc is None else acc, out, keys.start, keys.stop),
+        *(*given.strides(), H, ROPE, LATENT),
+        WHOLE=UNIT,
+        TILE=tile.rows,
+        COLUMNS=tile.keys,
+        CONTINUE=acc is not None,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         enable_fp_fusion=False,
     )
-    return dq_rope, dq_latent, dk_rope, dlatent
+    return out

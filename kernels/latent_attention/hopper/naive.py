@@ -38,18 +38,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from isoexec.kernels.attention.hopper.naive import merge, segment
+from isoexec.kernels.attention.hopper.naive import _chain, merge_with_lse, segment
 from isoexec.kernels.hopper.spec import exp, fma, pair_sum
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
-__all__ = ["BLOCK", "HEAD", "LATENT", "ROPE", "ROWS", "STEP", "attention", "gradients", "joined"]
+__all__ = ["BLOCK", "HEAD", "LATENT", "ROPE", "ROWS", "attention", "gradients", "joined"]
 
 ROPE, LATENT = 64, 512
 HEAD = ROPE + LATENT
 BLOCK = 64  # keys a block
-STEP = 16
 ROWS = 32  # query rows whose two parts of a latent row's gradient stand together
 
 
@@ -60,11 +61,15 @@ def joined(rope: Tensor, latent: Tensor) -> Tensor:
 
 def attention(
     q_rope: Tensor, q_latent: Tensor, k_rope: Tensor, latent: Tensor, scale: float, *, kv_segment: int
-) -> Tensor:
-    """Q_rope [s, H, 64], q_latent [s, H, 512], k_rope [s, 64], latent [s, 512] bf16, from position 0; bf16 [s, H, 512]."""
+) -> tuple[Tensor, Tensor]:
+    """Q_rope [s, H, 64], q_latent [s, H, 512], k_rope [s, 64], latent [s, 512] bf16 of one sequence from position 0.
+
+    Returns bf16 [s, H, 512] and the merged log-sum-exp fp32 [H, s].
+    """
     s, H, _ = q_latent.shape
     keys = joined(k_rope, latent)
-    out = torch.empty_like(q_latent)
+    out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
+    lse = torch.empty(H, s, device=q_latent.device)
     for start in range(0, s, kv_segment):
         end = min(s, start + kv_segment)
         position = torch.arange(start, end, device=q_latent.device)
@@ -81,15 +86,8 @@ def attention(
                 for first in range(0, end, kv_segment)
             ]
             outs, lses = (torch.stack(x) for x in zip(*parts, strict=True))
-            out[start:end, h] = merge(outs, lses)
-    return out
-
-
-def _chain(x: Tensor, w: Tensor, acc: Tensor) -> Tensor:
-    """Fp32 acc [R, N] + bf16 x [R, K] @ w [K, N] in steps of 16, each the exact sum rounded once."""
-    for k in range(0, x.shape[1], STEP):
-        acc = (acc.double() + x[:, k : k + STEP].double() @ w[k : k + STEP].double()).float()
-    return acc
+            out[start:end, h], lse[h, start:end] = merge_with_lse(outs, lses)
+    return out, lse
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
@@ -105,19 +103,21 @@ def gradients(
     lse: Tensor,
     dout: Tensor,
     scale: float,
-    start: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of one sequence: dq_rope [s, H, 64], dq_latent [s, H, 512] bf16 and the fp32 chains of dk_rope and dlatent.
+    start: Tensor | None = None,
+    *,
+    chain: Callable[[Tensor, Tensor, Tensor], Tensor] = _chain,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of one sequence: dq_rope [s, H, 64], dq_latent [s, H, 512] bf16 and the fp32 chains of its keys [s, 576].
 
-    `lse` [H, s] fp32 is the merged log-sum-exp. The chains [s, 64] and [s, 512] over this call's heads begin at `start`, those of
-    the heads before; after the last head they are rounded to bf16.
+    `lse` [H, s] fp32 is the merged log-sum-exp. The chains, of dk_rope before dlatent, over this call's heads begin at `start`,
+    those of the heads before; after the last head they are rounded to bf16. `chain(x [R, K], w [N, K], acc [R, N])` is a chip's,
+    where its bits are wanted.
     """
     s, H, _ = q_latent.shape
     rows = -(-s // ROWS) * ROWS
     zeros = torch.zeros(rows, HEAD, device=out.device)
-    dr, dc = zeros[:, :ROPE].clone(), zeros[:, ROPE:].clone()
-    if start is not None:
-        dr[:s], dc[:s] = start
+    begun = zeros if start is None else _padded(start, rows)
+    dr, dc = begun[:, :ROPE].clone(), begun[:, ROPE:].clone()
     keys = _padded(joined(k_rope, latent), rows)
     dq = torch.empty(s, H, HEAD, dtype=out.dtype, device=out.device)
     place = torch.arange(rows, device=out.device)
@@ -126,15 +126,15 @@ def gradients(
         q = _padded(joined(q_rope[:, h], q_latent[:, h]), rows)
         do = _padded(dout[:, h], rows)
         delta = pair_sum(do.float() * _padded(out[:, h], rows).float())
-        score = _chain(q, keys.t(), torch.zeros(rows, rows, device=out.device))
+        score = chain(q, keys, torch.zeros(rows, rows, device=out.device))
         far = _padded(lse[h], rows)[:, None].expand_as(score)
         p = torch.where(seen, exp(fma(score, scale, -far)), 0.0)
-        dp = _chain(do, keys[:, ROPE:].t(), torch.zeros_like(score))
+        dp = chain(do, keys[:, ROPE:], torch.zeros_like(score))
         ds = ((p * (dp - delta[:, None])) * scale).bfloat16()
-        dq[:, h] = _chain(ds, keys, zeros)[:s].bfloat16()
+        dq[:, h] = (chain(ds, keys.t(), zeros) + 0.0)[:s].bfloat16()
         for first in range(0, rows, ROWS):
             at = slice(first, first + ROWS)
-            dr = _chain(ds[at].t(), q[at, :ROPE], dr)
-            dc = _chain(ds[at].t(), q[at, ROPE:], dc)
-            dc = _chain(p[at].bfloat16().t(), do[at], dc)
-    return dq[..., :ROPE], dq[..., ROPE:], dr[:s], dc[:s]
+            dr = chain(ds[at].t(), q[at, :ROPE].t(), dr)
+            dc = chain(ds[at].t(), q[at, ROPE:].t(), dc)
+            dc = chain(p[at].bfloat16().t(), do[at].t(), dc)
+    return dq[..., :ROPE], dq[..., ROPE:], joined(dr, dc)[:s] + 0.0

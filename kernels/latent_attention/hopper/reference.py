@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference of attention.latent_segments/1 in Triton: one segment for 16 rows of a head at a time.
+"""The reference of attention.latent_segments/1 in Triton, and of its gradients.
 
-It adds every row's weights key by key: slow, and independent of the library whose bits it certifies. Rows a tile and warps are
-free.
+It walks one segment for 16 rows of a head at a time and adds every row's weights key by key: slow, and independent of the
+library and the kernels whose bits it certifies. Rows a tile and warps are free. The gradients are the specification's own lines
+with the chip's tensor-core steps.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -15,12 +16,14 @@ import triton.language as tl
 
 from isoexec.kernels.attention.hopper.kernel import _unary, _weighed, lane_total, launch_merge
 from isoexec.kernels.attention.hopper.naive import LN2, constants
+from isoexec.kernels.attention.hopper.reference import chain
+from isoexec.kernels.latent_attention.hopper import naive
 from isoexec.kernels.latent_attention.hopper.naive import BLOCK, LATENT, ROPE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["launch_segment", "reference"]
+__all__ = ["gradients", "launch_segment", "reference"]
 
 _LN2 = tl.constexpr(LN2)
 
@@ -155,8 +158,8 @@ def reference(
     kv_segment: int,
     hardware: bool = True,
     **other: bool | int,
-) -> Tensor:
-    """One sequence from position 0, by Triton alone: bf16 [s, H, 512]; `other` as `launch_segment`'s controls."""
+) -> tuple[Tensor, Tensor]:
+    """One sequence from position 0, by Triton alone: (bf16 [s, H, 512], lse [H, s]); `other` are `launch_segment`'s controls."""
     s, H, _ = q_latent.shape
     count = -(-s // kv_segment)
     parts = torch.zeros(count, s, H, LATENT, dtype=q_latent.dtype, device=q_latent.device)
@@ -175,7 +178,15 @@ def reference(
             hardware=hardware,
             **other,  # type: ignore[arg-type]
         )
-    out = torch.empty_like(q_latent)
+    out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
     position = torch.arange(s, dtype=torch.int32, device=q_latent.device)
-    launch_merge(None, None, parts, lse, position, None, out, kv_segment=kv_segment)
-    return out
+    whole = torch.empty(H, s, dtype=torch.float32, device=q_latent.device)
+    launch_merge(
+        None, None, parts, lse, position, None, out, kv_segment=kv_segment, whole_lse=whole, hardware=hardware
+    )
+    return out, whole
+
+
+def gradients(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`naive.gradients` with the chip's bits; a whole head's weights lie in memory, so for some thousand rows at most."""
+    return naive.gradients(*given, chain=chain)
