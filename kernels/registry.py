@@ -108,6 +108,13 @@ _SEGMENTS = tuple(
     f"attention/hopper/{name}.py"
     for name in ("backward", "fa3", "kernel", "naive", "ops", "reference", "split", "tiles")
 )
+_RELAY = tuple(
+    f"linear/hopper/{name}.py"
+    for name in (
+        *("naive", "parts", "plain", "symmetric", "transport"),
+        *(f"handoff/{name}" for name in ("buffers", "moves", "protocol", "relay")),
+    )
+)
 _ROUTER_FILES = ("router/naive.py", "router/ops.py")
 _ROUTER = (("accumulate", "float32"), ("ties", "lowest_expert"), ("normalize", "chosen"))
 
@@ -197,7 +204,7 @@ _ALL = (
             _sm90(
                 "grouped_linear",
                 *("chain", "grouped_linear", "input_gradient", "row_grouped_linear", "weight_gradient"),
-                also=tuple(f"linear/hopper/{name}.py" for name in ("naive", "plain", "transport")),
+                also=_RELAY,
             ),
         ),
         fixed=(("step", STEP), ("accumulate", "float32")),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experts' linears on sm90 as opaque torch ops, whole or sharded over a group (ETP), with their gradients.
 
-Over ETP a chain is handed on by the plain transport of the linear: accumulators of all experts travel together, in row blocks,
-each by the offsets of its rows.
+Over ETP a chain is handed on by the linear's transport: accumulators of all experts travel together, in row blocks, each by the
+offsets of its rows. In symmetric memory a product reads and writes them where they are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from isoexec.kernels.grouped_linear.hopper import products, table
 from isoexec.kernels.grouped_linear.hopper.naive import STEP
 from isoexec.kernels.groups import name_of, resolve
 from isoexec.kernels.hopper.library import define
-from isoexec.kernels.linear.hopper import plain
+from isoexec.kernels.linear.hopper import transport
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,14 +98,13 @@ def _handed(a: Tensor, w: Tensor, offsets: Tensor, group: str, laps: int, down: 
         left, right = (a[rows, part], w[:, part]) if down else (a[rows], w)
         return products.rows_product(left, right, _between(offsets, rows), acc, dtype, out, down=down)
 
-    return plain.hand_off(
+    return transport.prepare(ranks, a.device).module.hand_off(
         make,
         rows=len(a),
         width=w.shape[2 if down else 1],
         device=a.device,
         group=ranks,
         stages=laps * size,
-        form="all",
         out_dtype=BF16,
         name="experts' input gradient" if down else "experts' row product",
     )
@@ -213,7 +212,8 @@ _row_op = define(
 def row_grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
     """`x [R, K_local]` by `w [E, N, K_local]`, K sharded over `group` (ETP) -> `[R, N]`, all bf16; differentiable.
 
-    The accumulator is handed from rank to rank; every rank gets the whole result. Refuses as `grouped_linear`.
+    The accumulator is handed from rank to rank; every rank gets the whole result. Refuses as `grouped_linear`, and raises
+    `transport.TransportError`; a peer that is lost raises the transport's error.
     """
     out: Tensor = _row_op(x, w, offsets, name_of(group))
     return out

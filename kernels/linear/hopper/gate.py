@@ -254,7 +254,7 @@ def _input_gradient_in_laps(run: Run, x: Tensor, w: Tensor) -> None:
     whole = input_gradient(dy, w)
     for shards in [n for n in RANKS if N % (32 * n) == 0]:
         run.covers(laps=2, gradient_shards=shards)
-        own = [naive.shard_rows(N, rank, shards, 2).to(w.device) for rank in range(shards)]
+        own = [naive.shard_rows((N // 2, N // 2), rank, shards).to(w.device) for rank in range(shards)]
         held = [(dy[:, rows].chunk(2, 1), w[rows].chunk(2)) for rows in own]
         acc = None
         for lap in (0, 1):
@@ -274,6 +274,11 @@ def _transports(rank: int, size: int, group: ProcessGroup | None, device: str) -
     }
 
 
+def _layouts(N: int, size: int) -> dict[str, tuple[int, ...]]:
+    """The rows of each part of a weight: of one part, of two equal ones as gate and up, and of two that differ in width."""
+    return {"column": (N,), "merged": (N // 2, N // 2), "unequal": (16 * size, N - 16 * size)}
+
+
 def shared(
     rank: int,
     size: int,
@@ -284,7 +289,7 @@ def shared(
     sp: bool,
     device: str,
 ) -> dict[str, list[Tensor]]:
-    """Outputs and gradients of a rank's part of a column-parallel, a merged and a row-parallel linear, and of gather-K."""
+    """Outputs and gradients of a rank's part of column-parallel, merged and row-parallel linears, and of gather-K."""
     run = Run(
         constants={},
         full=True,
@@ -298,8 +303,9 @@ def shared(
     x_own, dz_own = (t.chunk(size)[rank] if sp else t for t in (x, dz))
     done: dict[str, list[Tensor]] = {}
     with claimed():
-        for laps, what in ((1, "column"), (2, "merged")):
-            own = naive.shard_rows(N, rank, size, laps).to(w.device)
+        for what, parts in _layouts(N, size).items():
+            own = naive.shard_rows(parts, rank, size).to(w.device)
+            laps = [part // size for part in parts]
             call = partial(column_linear, group=group, sequence_parallel=sp, laps=laps)
             done[what] = gradients(call, [x_own, w[own]], dy[:, own])
         part, w_part = (t.chunk(size, 1)[rank].contiguous() for t in (x, w))
@@ -329,7 +335,8 @@ def faults(rank: int, size: int, group: ProcessGroup | None, name: str, device: 
     transport.use(name)
     x, w = operands(run, *PLANTED)
     dy = many(run, len(x), len(w), salt=5)
-    own = naive.shard_rows(len(w), rank, size, 2).to(w.device)
+    half = len(w) // 2
+    own = naive.shard_rows((half, half), rank, size).to(w.device)
 
     def part(of: int) -> tuple[Tensor, Tensor]:
         a, b = (t.chunk(size, 1)[of].contiguous() for t in (x, w))
@@ -348,9 +355,13 @@ def faults(rank: int, size: int, group: ProcessGroup | None, name: str, device: 
             "ranks_in_another_order": moved.row_product(*part(size - 1 - rank), group, "all", wide),
             **{
                 what: moved.column_gradient(
-                    dy[:, own].contiguous(), w[own], group, laps, "all", torch.bfloat16
+                    dy[:, own].contiguous(), w[own], group, parts, "all", torch.bfloat16
                 )
-                for what, laps in (("right_gradient", 2), ("one_lap_for_two_parts", 1))
+                for what, parts in (
+                    ("right_gradient", [half // size] * 2),
+                    ("one_lap_for_two_parts", [2 * half // size]),
+                    ("parts_of_another_width", [16, 2 * half // size - 16]),
+                )
             },
         }
         transport.finish(group)
@@ -393,7 +404,8 @@ def _real_ranks(run: Run) -> None:
                         right = chain(x, w).cpu()
                         gradient = input_gradient(dy, w).cpu()
                     run.equal([wrong.pop("right"), wrong.pop("right_gradient")], [right, gradient])
-                    run.control("one_lap_for_two_parts", wrong.pop("one_lap_for_two_parts"), gradient)
+                    for fault in ("one_lap_for_two_parts", "parts_of_another_width"):
+                        run.control(fault, wrong.pop(fault), gradient)
                     for fault, got in wrong.items():
                         run.control(fault, got, right)
 
@@ -407,11 +419,11 @@ def _compare(
         for got in [torch.cat(list(parts))] if sp else parts:
             run.equal(got, want)
 
-    for what, laps in (("column", 1), ("merged", 2)):
+    for what, parts in _layouts(whole["column"][0].shape[1], len(ranks)).items():
         y, dx, *dw = zip(*(r[what] for r in ranks), strict=True)
-        run.equal(_joined(y, laps, 1), whole[what][0])
+        run.equal(_joined(y, parts, 1), whole[what][0])
         same(dx, whole[what][1])
-        run.equal([_joined(d, laps, 0) for d in dw], whole[what][2:])
+        run.equal([_joined(d, parts, 0) for d in dw], whole[what][2:])
     y, dx, *dw = zip(*(r["row"] for r in ranks), strict=True)
     same(y, whole["row"][0])
     run.equal(torch.cat(dx, 1), whole["row"][1])
@@ -419,10 +431,10 @@ def _compare(
     same([r["gathered"][0] for r in ranks], whole["row"][0])
 
 
-def _joined(parts: Sequence[Tensor], laps: int, dim: int) -> Tensor:
-    """Shards of `laps` parts, as one rank holds them."""
-    pieces = [p.chunk(laps, dim) for p in parts]
-    return torch.cat([piece[lap] for lap in range(laps) for piece in pieces], dim)
+def _joined(shards: Sequence[Tensor], parts: Sequence[int], dim: int) -> Tensor:
+    """Shards of a weight merged of `parts`, as one rank holds them."""
+    pieces = [one.split([part // len(shards) for part in parts], dim) for one in shards]
+    return torch.cat([piece[lap] for lap in range(len(parts)) for piece in pieces], dim)
 
 
 @GATE.check("backward")

@@ -16,17 +16,20 @@ Over ranks. K of a row-parallel linear, and N of a column-parallel one's input g
 goes on from the accumulator of the one before, which is the chain of one rank, since a shard is whole steps. A weight merged of
 parts (gate and up) is [gate; up] on one rank and [gate_r; up_r] on each of several, so the chain of one rank, which is a plain
 product there and costs nothing, visits all ranks once a part: all gate rows in rank order, then all up rows. `laps` is the number
-of parts, and the accumulator makes that many laps around the ranks. The other order, rank by rank, would be another function for
-every degree; taking turns in blocks, as on the CPU, would cost one rank its library.
+of parts, which may differ in width, and the accumulator makes that many laps around the ranks. The other order, rank by rank,
+would be another function for every degree; taking turns in blocks, as on the CPU, would cost one rank its library.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 STEP = 16
@@ -58,8 +61,9 @@ def weight_gradient(dy: Tensor, x: Tensor, *, out_dtype: torch.dtype = torch.bfl
     return chain(dy.bfloat16().t(), x.t()).to(out_dtype)
 
 
-def shard_rows(N: int, rank: int, size: int, laps: int) -> Tensor:
-    """The rows of a whole weight [N, K] of `laps` equal parts that one of `size` ranks holds, in its order."""
-    per = N // (laps * size)
-    own = torch.arange(rank * per, (rank + 1) * per)
-    return torch.cat([own + lap * (N // laps) for lap in range(laps)])
+def shard_rows(parts: Sequence[int], rank: int, size: int) -> Tensor:
+    """The rows of a whole weight merged of `parts` of so many rows that one of `size` ranks holds, in its order."""
+    ends = accumulate(parts)
+    return torch.cat(
+        [torch.arange(end - N, end).chunk(size)[rank] for N, end in zip(parts, ends, strict=True)]
+    )

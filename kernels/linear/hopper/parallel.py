@@ -12,8 +12,11 @@ from isoexec.kernels.domain import require
 from isoexec.kernels.groups import name_of, resolve, size_of
 from isoexec.kernels.hopper.library import define
 from isoexec.kernels.linear.hopper import products, transport
+from isoexec.kernels.linear.hopper.parts import parts_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
@@ -55,19 +58,23 @@ def _shared_rows(x: Tensor, group: str, sp: bool, op: str) -> int:
     return x.shape[0] // size
 
 
-def _column(x: Tensor, w: Tensor, group: str, sp: bool, laps: int, out_dtype: torch.dtype) -> Tensor:
+def _column(
+    x: Tensor, w: Tensor, group: str, sp: bool, parts: Sequence[int], out_dtype: torch.dtype
+) -> Tensor:
     whole = _gather(x, group) if sp and group else x
     y = products.product("forward", _flat(whole), w, None, out_dtype)
     return y.view(*whole.shape[:-1], len(w))
 
 
-def _column_fake(x: Tensor, w: Tensor, group: str, sp: bool, laps: int, out_dtype: torch.dtype) -> Tensor:
+def _column_fake(
+    x: Tensor, w: Tensor, group: str, sp: bool, parts: Sequence[int], out_dtype: torch.dtype
+) -> Tensor:
     rows = x.shape[0] * size_of(group) if sp else x.shape[0]
     return x.new_empty((rows, *x.shape[1:-1], w.shape[0]), dtype=out_dtype)
 
 
 def _column_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, ctx.group, ctx.sp, ctx.laps, _ = inputs
+    x, w, ctx.group, ctx.sp, ctx.parts, _ = inputs
     ctx.save_for_backward(x, w)
 
 
@@ -76,14 +83,14 @@ def _column_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dy = dy.to(BF16)
     dx = dw = None
     if ctx.needs_input_grad[0]:
-        dx = _column_gradient_op(dy, w, ctx.group, ctx.sp, ctx.laps)
+        dx = _column_gradient_op(dy, w, ctx.group, ctx.sp, ctx.parts)
     if ctx.needs_input_grad[1]:
         dw = _weight_gradient_op(dy, x, ctx.group if ctx.sp else "", "")
     return dx, dw, None, None, None, None
 
 
 _column_op = define(
-    "sm90_column_linear(Tensor x, Tensor w, str group, bool sequence_parallel, int laps, ScalarType out_dtype) -> Tensor",
+    "sm90_column_linear(Tensor x, Tensor w, str group, bool sequence_parallel, int[] parts, ScalarType out_dtype) -> Tensor",
     _column,
     _column_fake,
     backward=_column_backward,
@@ -91,7 +98,7 @@ _column_op = define(
 )
 
 
-def _column_gradient(dy: Tensor, w: Tensor, group: str, sp: bool, laps: int) -> Tensor:
+def _column_gradient(dy: Tensor, w: Tensor, group: str, sp: bool, parts: Sequence[int]) -> Tensor:
     flat = _flat(dy)
     rows = _shared_rows(dy, group, sp, "sm90_column_linear input gradient")
     if not group:
@@ -99,17 +106,17 @@ def _column_gradient(dy: Tensor, w: Tensor, group: str, sp: bool, laps: int) -> 
     else:
         live = resolve(group)
         chosen = transport.prepare(live, dy.device)
-        dx = chosen.module.column_gradient(flat, w, live, laps, _form(sp), BF16)
+        dx = chosen.module.column_gradient(flat, w, live, parts, _form(sp), BF16)
     return dx.view(rows, *dy.shape[1:-1], w.shape[1])
 
 
-def _column_gradient_fake(dy: Tensor, w: Tensor, group: str, sp: bool, laps: int) -> Tensor:
+def _column_gradient_fake(dy: Tensor, w: Tensor, group: str, sp: bool, parts: Sequence[int]) -> Tensor:
     rows = dy.shape[0] // size_of(group) if sp else dy.shape[0]
     return dy.new_empty((rows, *dy.shape[1:-1], w.shape[1]), dtype=BF16)
 
 
 _column_gradient_op = define(
-    "sm90_column_input_gradient(Tensor dy, Tensor w, str group, bool sequence_parallel, int laps) -> Tensor",
+    "sm90_column_input_gradient(Tensor dy, Tensor w, str group, bool sequence_parallel, int[] parts) -> Tensor",
     _column_gradient,
     _column_gradient_fake,
 )
@@ -139,15 +146,17 @@ def column_linear(
     *,
     group: ProcessGroup | None = None,
     sequence_parallel: bool = False,
-    laps: int = 1,
+    laps: int | Sequence[int] = 1,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`x [s, ..., K] @ w [N_local, K]^T`, N sharded over `group`; bf16, to bf16 or fp32; differentiable in bf16.
 
-    With `sequence_parallel`, x holds this rank's block of dim 0 and rows are gathered first; so is its gradient. `laps=2` is for
-    a shard laid out `[gate_r; up_r]` (`naive.py`); a layout that interleaves its parts by groups, as Megatron's qkv, needs none.
+    With `sequence_parallel`, x holds this rank's block of dim 0 and rows are gathered first; so is its gradient. `laps` is for
+    a shard that is merged of parts one after the other (`naive.py`): how many equal ones, 2 for `[gate_r; up_r]`, or the rows of
+    each on this rank, as in `[q_r; k_r; v_r; z_r]`; a layout that interleaves its parts by groups, as Megatron's qkv, needs none.
     """
-    out: Tensor = _column_op(x, w, name_of(group), sequence_parallel, laps, out_dtype or x.dtype)
+    parts = parts_of(laps, w.shape[0])
+    out: Tensor = _column_op(x, w, name_of(group), sequence_parallel, parts, out_dtype or x.dtype)
     return out
 
 

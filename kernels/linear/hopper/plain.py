@@ -10,9 +10,10 @@ rank sending them to all ranks or to their owner.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,13 +21,13 @@ import torch.distributed as dist
 
 from isoexec.kernels.domain import require
 from isoexec.kernels.linear.hopper import products, transport
-from isoexec.kernels.linear.hopper.naive import STEP
+from isoexec.kernels.linear.hopper.parts import require_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from isoexec.kernels.linear.hopper.transport import Form
+    from isoexec.kernels.linear.hopper.transport import Form, Make
 
 __all__ = [
     "ONE_HOST",
@@ -41,9 +42,6 @@ __all__ = [
 ]
 
 ONE_HOST = False
-
-# make(stage, rows, accumulator or None, dtype of the result, where to write it or None)
-Make = Callable[[int, slice, "Tensor | None", torch.dtype, "Tensor | None"], "Tensor"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,14 +119,14 @@ def hand_off(
     device: torch.device,
     group: ProcessGroup,
     stages: int,
-    form: Form,
     out_dtype: torch.dtype,
     name: str,
+    form: Form = "all",
     blocks: int | None = None,
 ) -> Tensor:
-    """`[rows, width]`, or this rank's `[rows / ranks, width]`: each row block made stage by stage, rounded in the last.
+    """`Transport.hand_off`, or by `rows` of it each rank's `[rows / ranks, width]`; in `blocks`, or as many as the schedule says.
 
-    `make` is called on the rank that a stage belongs to, and returns fp32 but in the last stage. Raises `LostPeerError`.
+    Raises `LostPeerError`.
     """
     size, rank, last = group.size(), group.rank(), stages - 1
     require(
@@ -218,20 +216,15 @@ def row_product(x: Tensor, w: Tensor, group: ProcessGroup, form: Form, out_dtype
 
 
 def column_gradient(
-    dy: Tensor, w: Tensor, group: ProcessGroup, laps: int, form: Form, out_dtype: torch.dtype
+    dy: Tensor, w: Tensor, group: ProcessGroup, parts: Sequence[int], form: Form, out_dtype: torch.dtype
 ) -> Tensor:
     """`Transport.column_gradient`."""
-    size, N = group.size(), len(w)
-    require(
-        laps >= 1 and N % (laps * STEP) == 0,
-        "sm90_linear input gradient",
-        f"a shard of {N} rows in {laps} parts",
-        f"parts of whole {STEP}s",
-    )
-    per = N // laps
+    size = group.size()
+    require_parts("sm90_linear input gradient", parts, len(w))
+    starts = [0, *accumulate(parts)]
 
     def make(stage: int, rows: slice, acc: Tensor | None, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-        part = slice(stage // size * per, (stage // size + 1) * per)
+        part = slice(starts[stage // size], starts[stage // size + 1])
         return products.product("input", dy[rows, part], w[part], acc, dtype, out)
 
     return hand_off(
@@ -240,7 +233,7 @@ def column_gradient(
         width=w.shape[1],
         device=dy.device,
         group=group,
-        stages=laps * size,
+        stages=len(parts) * size,
         form=form,
         out_dtype=out_dtype,
         name="column gradient",

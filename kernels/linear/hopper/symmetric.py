@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from isoexec.kernels.domain import require
+from isoexec.kernels.groups import name_of
+from isoexec.kernels.linear.hopper.handoff import buffers, relay
 from isoexec.kernels.linear.hopper.handoff import ops as handoff
 from isoexec.kernels.linear.hopper.handoff.protocol import MOST_RANKS
+from isoexec.kernels.linear.hopper.transport import schedule_for
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from isoexec.kernels.linear.hopper.transport import Form
+    from isoexec.kernels.linear.hopper.transport import Form, Make
 
 __all__ = [
     "ONE_HOST",
@@ -23,6 +28,7 @@ __all__ = [
     "check",
     "column_gradient",
     "gathered_product",
+    "hand_off",
     "open_group",
     "row_product",
 ]
@@ -60,7 +66,7 @@ def row_product(x: Tensor, w: Tensor, group: ProcessGroup, form: Form, out_dtype
 
 
 def column_gradient(
-    dy: Tensor, w: Tensor, group: ProcessGroup, laps: int, form: Form, out_dtype: torch.dtype
+    dy: Tensor, w: Tensor, group: ProcessGroup, parts: Sequence[int], form: Form, out_dtype: torch.dtype
 ) -> Tensor:
     """`Transport.column_gradient`; bf16 only."""
     require(
@@ -69,7 +75,7 @@ def column_gradient(
         f"a result in {out_dtype}",
         "torch.bfloat16",
     )
-    return handoff.column_gradient(dy.contiguous(), w.contiguous(), group, laps, form)
+    return handoff.column_gradient(dy.contiguous(), w.contiguous(), group, parts, form)
 
 
 def gathered_product(
@@ -77,3 +83,22 @@ def gathered_product(
 ) -> Tensor:
     """`Transport.gathered_product`."""
     return handoff.columns_product(x.contiguous(), w_outputs.contiguous(), group, form, out_dtype)
+
+
+def hand_off(
+    make: Make,
+    *,
+    rows: int,
+    width: int,
+    device: torch.device,
+    group: ProcessGroup,
+    stages: int,
+    out_dtype: torch.dtype,
+    name: str,
+) -> Tensor:
+    """`Transport.hand_off`: a stage reads and writes symmetric memory itself."""
+    out = torch.empty(rows, width, dtype=out_dtype, device=device)
+    if rows:
+        blocks = schedule_for("symmetric", group.size(), rows).blocks
+        relay.hand_off(make, out, buffers.room_of(name_of(group)), stages=stages, blocks=blocks, name=name)
+    return out

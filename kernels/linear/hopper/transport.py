@@ -25,14 +25,20 @@ from isoexec.contracts.errors import IsoExecError
 from isoexec.kernels.domain import require
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from torch import Tensor
     from torch.distributed import ProcessGroup
+
+    # make(stage, rows, accumulator or None, dtype of the result, where to write it or None)
+    Make = Callable[[int, slice, Tensor | None, torch.dtype, Tensor | None], Tensor]
 
 __all__ = [
     "TRANSPORTS",
     "Choice",
     "Form",
     "LostPeerError",
+    "Make",
     "Schedule",
     "Transport",
     "TransportError",
@@ -78,7 +84,13 @@ class Transport(Protocol):
         """`x [M, K / ranks] @ w [N, K / ranks]^T` by the chain over all ranks' K: [M, N], or [M / ranks, N] as rows."""
 
     def column_gradient(
-        self, dy: Tensor, w: Tensor, group: ProcessGroup, laps: int, form: Form, out_dtype: torch.dtype
+        self,
+        dy: Tensor,
+        w: Tensor,
+        group: ProcessGroup,
+        parts: Sequence[int],
+        form: Form,
+        out_dtype: torch.dtype,
     ) -> Tensor:
         """`dy [M, N / ranks] @ w [N / ranks, K]` by the chain over all ranks' N, part by part: [M, K] or [M / ranks, K]."""
 
@@ -86,6 +98,24 @@ class Transport(Protocol):
         self, x: Tensor, w_outputs: Tensor, group: ProcessGroup, form: Form, out_dtype: torch.dtype
     ) -> Tensor:
         """`row_product` by all of K on one rank for its share of the outputs: `w_outputs [N / ranks, K]`."""
+
+    def hand_off(
+        self,
+        make: Make,
+        *,
+        rows: int,
+        width: int,
+        device: torch.device,
+        group: ProcessGroup,
+        stages: int,
+        out_dtype: torch.dtype,
+        name: str,
+    ) -> Tensor:
+        """`[rows, width]` on every rank, of products that the caller makes: stage by stage, rounded in the last.
+
+        Stage s is made on rank s mod ranks, in row blocks, by `make(stage, rows, acc, dtype, out)`: it goes on from contiguous
+        `acc` (None in the first stage), in fp32 but in the last stage, and writes to contiguous `out` where that is given.
+        """
 
 
 class TransportError(IsoExecError):

@@ -63,7 +63,14 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **op
 
 
 def chain(
-    cut: Cut, rank: int, ranks: int = 2, laps: int = 1, *, each: bool = True, turned: bool = False
+    cut: Cut,
+    rank: int,
+    ranks: int = 2,
+    laps: int = 1,
+    starts: tuple[int, ...] | None = None,
+    *,
+    each: bool = True,
+    turned: bool = False,
 ) -> Any:
     w = [cut.depth, cut.columns] if turned else [cut.columns, cut.depth]
     types = {
@@ -78,6 +85,7 @@ def chain(
         "RANK": rank,
         "RANKS": ranks,
         "LAPS": laps,
+        "STARTS": starts,
         "EACH": each,
         "TURNED": turned,
         "SWAP": cut.swapped,
@@ -101,6 +109,9 @@ def main() -> None:
         "chain 128x128 last": chain(PAIR, 1),
         "chain 128x128 of 3": chain(PAIR, 1, 3),
         "chain 128x256 gradient of two laps": chain(WIDE, 0, laps=2, turned=True),
+        "chain 128x256 gradient of four unequal laps": chain(
+            WIDE, 1, laps=4, starts=(0, 1024, 2048, 4096, 6144), turned=True
+        ),
         "chain few rows": chain(FEW, 1),
     }
     types = {
@@ -112,14 +123,19 @@ def main() -> None:
         "dst_pitch": "i32",
     }
     results["move"] = compiled(moves.move_kernel, types, {"HEIGHT": 4, "WIDTH": 1024}, num_warps=8)
-    for what in ("open", "await", "raise_came", "close"):
-        types = {"target": "*bf16", **PLACE, "slot": "i32", "rows": "i32", "pitch": "i32"}
-        constants: dict[str, Any] = {"MARK": what, "RANK": 0, "RANKS": 2, "HEIGHT": 128, "TIMED": True}
-        results[f"mark {what}"] = compiled(moves.mark_kernel, types, constants, num_warps=1)
+    for what, peer in (("open", -1), ("await", -1), ("await", 1), ("raise_came", -1), ("close", -1)):
+        types = {"target": "*bf16", **PLACE, "slot": "i32", "ahead": "i32", "rows": "i32", "pitch": "i32"}
+        constants: dict[str, Any] = {"MARK": what, "PEER": peer, "RANK": 0, "RANKS": 3}
+        constants |= {"HEIGHT": 128, "TIMED": True}
+        results[f"mark {what}" + " of one" * (peer >= 0)] = compiled(
+            moves.mark_kernel, types, constants, num_warps=1
+        )
     types = {"area": "*bf16", "out": "*bf16", **PLACE}
-    types |= {"rows": "i32", "per": "i32", "slots": "i32", "per_slot": "i32", "N": "i32"}
-    constants = {"RANK": 0, "RANKS": 2, "HEIGHT": 8, "WIDTH": 1024, "TIMED": True}
-    results["collect"] = compiled(moves.collect_kernel, types, constants, num_warps=4)
+    types |= dict.fromkeys(("rows", "per", "slots", "per_slot", "ahead", "N"), "i32")
+    for owner in (-1, 1):
+        constants = {"OWNER": owner, "RANK": 0, "RANKS": 2, "HEIGHT": 8, "WIDTH": 1024, "TIMED": True}
+        name = "collect" + " of one" * (owner >= 0)
+        results[name] = compiled(moves.collect_kernel, types, constants, num_warps=4)
     types = {
         "src": "*bf16",
         "area": "*bf16",

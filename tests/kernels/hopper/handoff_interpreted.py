@@ -50,7 +50,11 @@ def _on_cpu_too(schema: str, kernel: Any, fake: Any, **gradient: Any) -> Any:
 
 library.define = _on_cpu_too
 
-from isoexec.kernels.linear.hopper import naive  # noqa: E402
+from isoexec.kernels.grouped_linear.hopper import kernel as grouped_kernel  # noqa: E402
+from isoexec.kernels.grouped_linear.hopper import naive as grouped_naive  # noqa: E402
+from isoexec.kernels.grouped_linear.hopper import ops as grouped  # noqa: E402
+from isoexec.kernels.grouped_linear.hopper import table as grouped_table  # noqa: E402
+from isoexec.kernels.linear.hopper import naive, symmetric, transport  # noqa: E402
 from isoexec.kernels.linear.hopper.handoff import buffers, gather, ops, protocol, schedule  # noqa: E402
 from isoexec.kernels.linear.hopper.handoff.kernel import Cut  # noqa: E402
 from isoexec.kernels.linear.hopper.handoff.schedule import Schedule  # noqa: E402
@@ -61,9 +65,12 @@ BF16 = torch.bfloat16
 VIEW = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 CHECKS: dict[str, Callable[[], None]] = {}
 PATIENCE = 60.0
+EXPERTS_TILE = grouped_kernel.Tile(rows=32, columns=64, depth=64, warps=4, stages=2)
 WITH_THREE = (
     "every_cut_of_the_chain_has_the_bits_of_one_rank",
     "gradients_go_round_once_a_lap",
+    "experts_are_handed_on_through_it",
+    "experts_whose_peer_never_comes_get_nan",
     "columns_have_them_too",
     "a_peer_that_never_comes_is_named",
 )
@@ -192,21 +199,104 @@ def a_hand_off_that_is_added_up_instead_has_other_bits() -> None:
 def gradients_go_round_once_a_lap() -> None:
     ranks = dist.get_world_size()
     cuts = (chain(16, 32, 32), chain(16, 64, 16, swapped=True))
-    for laps, schedules in ((1, cuts), (2, (cuts[0], *GATHERED[1:])), (3, cuts[1:])):
-        N = 16 * laps * ranks
-        dy, w = operands(2 * ranks, 32, N, laps)  # w is [K, N]: the chain is over N
+    for parts, schedules in (
+        ([16], cuts),
+        ([16, 16], (cuts[0], *GATHERED[1:])),
+        ([16, 16, 16], cuts[1:]),
+        ([16, 16, 48], (cuts[0], *GATHERED[1:])),
+        ([64, 32], cuts[1:]),
+    ):
+        whole = [ranks * one for one in parts]
+        dy, w = operands(2 * ranks, 32, sum(whole), sum(parts))  # w is [K, N]: the chain is over N
         # each lap is a run of N that the ranks share
-        mine = torch.arange(N).view(laps, ranks, 16)[:, dist.get_rank()].reshape(-1)
+        mine = naive.shard_rows(whole, dist.get_rank(), ranks)
         mine_dy, mine_w = dy[:, mine].contiguous(), w[:, mine].t().contiguous()
         want = naive.linear(dy, w)
         for one in schedules:
             chosen(one)
-            same(ops.column_gradient(mine_dy, mine_w, group(), laps, "all"), want, (laps, one))
+            same(ops.column_gradient(mine_dy, mine_w, group(), parts, "all"), want, (parts, one))
             same(
-                ops.column_gradient(mine_dy, mine_w, group(), laps, "rows"),
+                ops.column_gradient(mine_dy, mine_w, group(), parts, "rows"),
                 part(want, 0),
-                (laps, "rows", one),
+                (parts, "rows", one),
             )
+
+
+def experts(rows: int, K: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of four experts, of which the second has none, behind them rows of nobody, and the experts' weights."""
+    x, w = operands(rows, 4 * 48, K, seed)
+    offsets = torch.tensor([0, rows // 3, rows // 3, rows // 2, rows - 2], dtype=torch.int32)
+    return x, w.view(4, 48, K), offsets
+
+
+@check
+def experts_are_handed_on_through_it() -> None:
+    """The experts' ops over ranks, by their transport, in row blocks and in launches that the room holds."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for rows, blocks in ((11, 1), (40, 3), (430, 2)):
+        x, w, offsets = experts(rows, 64 * ranks, rows)
+        real = int(offsets[-1])
+        if rows == 430:
+            assert rows * w.shape[1] > buffers.room_of(name_of(group())).elements, "several launches"
+        setattr(symmetric, "schedule_for", lambda *_, b=blocks: transport.Schedule(blocks=b, gather_rows=0))  # noqa: B010
+        got = grouped.row_grouped_linear(part(x, 1), part(w, 2), offsets, group=group())
+        same(got[:real], grouped_naive.forward(x, w, offsets)[:real], (rows, blocks))
+        dy, down, _ = experts(rows, 32 * ranks, rows)
+        lap = slice(
+            16 * (ranks - 1), 16 * ranks
+        )  # its end takes away what its first terms were, so what it goes on with shows
+        dy[:, lap], down[..., lap] = -dy[:, :16], down[..., :16]
+        dy[:, -16:] *= 2.0**-16
+        up = down.transpose(1, 2)
+        mine = naive.shard_rows([16 * ranks] * 2, rank, ranks)
+        own = up[:, mine].contiguous().requires_grad_()
+        fed = torch.zeros(rows, 48, dtype=BF16, requires_grad=True)
+        grouped.grouped_linear(fed, own, offsets, group=group(), laps=2).backward(dy[:, mine].contiguous())
+        assert fed.grad is not None
+        want = grouped_naive.input_gradient(dy, up, offsets)
+        same(fed.grad[:real], want[:real], ("gradient", rows, blocks))
+        one_lap = grouped._column_gradient_op(dy[:, mine].contiguous(), own, offsets, name_of(group()), 1)
+        assert int((one_lap[:real] != want[:real]).sum()) > 0, "one lap for two parts has other bits"
+
+
+def alone(what: str, peer: int, call: Callable[[], Tensor]) -> None:
+    """A product that the other ranks do not make."""
+    room = buffers.room_of(name_of(group()))
+    patience = room.patience
+    object.__setattr__(room, "patience", 2000)
+    assert bool(call().isnan().all()), "what never came must not look like a result"
+    object.__setattr__(room, "patience", patience)
+    lost = None
+    try:
+        transport.finish(group())
+    except buffers.PeerLostError as error:
+        lost = error
+    assert lost is not None, "a lost peer must be reported"
+    assert (lost.what, lost.peer) == (what, peer), lost
+
+
+def start_again() -> None:
+    room = buffers._ROOMS[name_of(group())]
+    dist.barrier()
+    for words in (room.memory.view(room.rank, torch.int32, 0, protocol.WORDS), room.state, room.mirror):
+        words.zero_()
+    dist.barrier()
+
+
+@check
+def experts_whose_peer_never_comes_get_nan() -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    x, w, offsets = experts(9, 64 * ranks, 1)
+    real = int(offsets[-1])
+    call = partial(grouped.row_grouped_linear, part(x, 1), part(w, 2), offsets, group=group())
+    start_again()
+    if rank == 0:
+        alone("a result", ranks - 1, call)
+    start_again()
+    if rank == ranks - 1:
+        alone("an accumulator", ranks - 2, call)
+    start_again()
+    same(call()[:real], grouped_naive.forward(x, w, offsets)[:real], "again")
 
 
 @check
@@ -266,10 +356,7 @@ def nothing_is_written_into_a_peer_that_has_not_finished() -> None:
             object.__setattr__(room, "patience", patience)
         dist.barrier()
         assert bool((room.inbox(rank) == 7.0).all()), "written into without room"
-        room.memory.view(rank, torch.int32, 0, protocol.WORDS).zero_()
-        room.state.zero_()
-        room.mirror.zero_()
-        dist.barrier()
+        start_again()
     row_products(CHAINS[:1], (4,))
 
 
@@ -302,6 +389,12 @@ def work(rank: int, ranks: int, folder: Path, names: Sequence[str]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     setattr(gather, "product", product)  # noqa: B010 - the library has other bits on a CPU
     schedule._steps()
+    setattr(grouped_kernel, "REFERENCE", EXPERTS_TILE)  # noqa: B010
+    setattr(grouped_table, "weights", lambda: ((48, 64), (32, 48)))  # noqa: B010
+    setattr(grouped_table, "tile_for", lambda *_: EXPERTS_TILE)  # noqa: B010
+    transport._choices[f"{name_of(group())} cpu"] = transport.Choice(
+        name="symmetric", reason="", module=symmetric
+    )
     total, _, _ = buffers.sizes(ELEMENTS)
     buffers.furnish(
         name_of(group()),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -152,7 +153,7 @@ def test_fake_results_have_the_shapes_and_dtypes_of_real_ones(monkeypatch: pytes
         ((3, 32), BF16),
         ((3, 32), torch.float32),
     ]
-    found = [ops._gradient_op(x, w.t().contiguous(), "g", 2, form) for form in ("all", "rows")]
+    found = [ops._gradient_op(x, w.t().contiguous(), "g", [32, 32], form) for form in ("all", "rows")]
     assert [(tuple(t.shape), t.dtype) for t in found] == [((6, 32), BF16), ((3, 32), BF16)]
     whole = torch.empty(32, 128, dtype=BF16, device="meta")
     assert ops._columns_op(x, whole, "g", "rows", BF16).shape == (3, 64)
@@ -175,8 +176,9 @@ def test_what_is_outside_the_domain_is_refused(monkeypatch: pytest.MonkeyPatch) 
     ):
         with pytest.raises(DomainError, match=match):
             ops._row(*wrong)
-    with pytest.raises(DomainError, match="in 3 laps"):
-        ops._gradient(x, w.t().contiguous(), "g", 3, "all")
+    for parts in ([20, 20, 24], [32], [80, -16], []):
+        with pytest.raises(DomainError, match=f"64 rows in parts of {re.escape(str(parts))}"):
+            ops._gradient(x, w.t().contiguous(), "g", parts, "all")
     with pytest.raises(DomainError, match="one row for the library"):
         gather.product(x[:1], w, x, turned=False)
     assert ops._row(x[:0], w, "g", "all", BF16).shape == (0, 32)

@@ -133,11 +133,12 @@ def test_every_tile_to_be_tuned_fits_the_shared_memory() -> None:
     assert max(shared(tile, 4) for tile in tuning.CHAIN_TILES) <= 226 * 1024
 
 
-@pytest.mark.parametrize(("size", "laps"), [(1, 2), (2, 1), (4, 2), (8, 3)])
+@pytest.mark.parametrize(("size", "laps"), [(1, 2), (2, 1), (4, 2), (8, 3), (2, 6)])
 def test_ranks_hold_every_row_of_a_merged_weight_once_and_laps_visit_them_in_order(
     size: int, laps: int
 ) -> None:
-    N = 16 * 24
-    shards = [naive.shard_rows(N, rank, size, laps) for rank in range(size)]
-    visited = torch.cat([shard.chunk(laps)[lap] for lap in range(laps) for shard in shards])
-    assert visited.tolist() == list(range(N))
+    for parts in ([16 * 24 // laps] * laps, [16 * size * (lap + 1) for lap in range(laps)]):
+        shards = [naive.shard_rows(parts, rank, size) for rank in range(size)]
+        pieces = [shard.split([part // size for part in parts]) for shard in shards]
+        visited = torch.cat([piece[lap] for lap in range(laps) for piece in pieces])
+        assert visited.tolist() == list(range(sum(parts)))

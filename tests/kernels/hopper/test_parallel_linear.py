@@ -34,6 +34,7 @@ Results = dict[str, list[Tensor]]
 BF16, FP32 = torch.bfloat16, torch.float32
 SIZES = [2, 4]
 S, B, K, N = 20, 3, 128, 256
+UNEQUAL = (64, 64, 128, 256)  # as q, k, v and z of a linear attention, in one weight
 ROWS = 52  # not a multiple of what it is cut into
 
 
@@ -74,7 +75,7 @@ def _sharded(rank: int, size: int, group: ProcessGroup) -> Results:
     def own(x: Tensor, dim: int) -> Tensor:
         return x.chunk(size, dim)[rank].contiguous()
 
-    parts = naive.shard_rows(2 * N, rank, size, 2)
+    merged = {"merged": (N, N), "unequal": UNEQUAL}
     by_outputs = plain.outputs_shard(own(t["w_out"], 1), group)
     done: Results = {"by_outputs": [by_outputs]}
     for sp in (False, True):
@@ -88,9 +89,14 @@ def _sharded(rank: int, size: int, group: ProcessGroup) -> Results:
             return ops.row_linear(x, w, group=group, sequence_parallel=sp, **more)
 
         done["column" + tag] = _with_grads(column, [x, own(t["w_in"], 0)], own(t["dy"], 2))
-        done["merged" + tag] = _with_grads(
-            lambda x, w, c=column: c(x, w, laps=2), [x, t["w_in"][parts]], t["dy"][..., parts]
-        )
+        for name, parts in merged.items():
+            own_rows = naive.shard_rows(parts, rank, size)
+            laps = 2 if name == "merged" else [part // size for part in parts]
+            done[name + tag] = _with_grads(
+                lambda x, w, c=column, laps=laps: c(x, w, laps=laps),
+                [x, t["w_in"][own_rows]],
+                t["dy"][..., own_rows],
+            )
         done["head" + tag] = _with_grads(
             lambda x, w, c=column: c(x, w, out_dtype=FP32), [x, own(t["w_in"], 0)], own(t["dy_head"], 2)
         )
@@ -99,8 +105,14 @@ def _sharded(rank: int, size: int, group: ProcessGroup) -> Results:
             plain.gathered_product(own(t["many"], 1), by_outputs, group, "rows" if sp else "all", dtype)
             for dtype in (BF16, FP32)
         ]
-    dy, w = t["dy"][..., parts].reshape(S * B, -1), t["w_in"][parts]
-    done["laps"] = [plain.column_gradient(dy, w, group, laps, "all", FP32) for laps in (1, 2)]
+    for name, parts in merged.items():
+        own_rows = naive.shard_rows(parts, rank, size)
+        dy, w = t["dy"][..., own_rows].reshape(S * B, -1), t["w_in"][own_rows]
+        local = [part // size for part in parts]
+        wrong = ([2 * N // size], local[::-1] if name == "unequal" else [16, 2 * N // size - 16])
+        done["laps of " + name] = [
+            plain.column_gradient(dy, w, group, widths, "all", FP32) for widths in (local, *wrong)
+        ]
     for count in (1, 3, 8, 100):
         for form in ("all", "rows"):
 
@@ -135,7 +147,9 @@ def _refusals(rank: int, group: ProcessGroup) -> list[str]:
         lambda: ops.row_linear(
             _bf16(3, 1, 64, salt=1), _bf16(32, 64, salt=2), group=group, sequence_parallel=True
         ),
-        lambda: plain.column_gradient(_bf16(4, 48, salt=1), _bf16(48, 64, salt=2), group, 2, "all", BF16),
+        lambda: plain.column_gradient(
+            _bf16(4, 48, salt=1), _bf16(48, 64, salt=2), group, [24, 24], "all", BF16
+        ),
     ):
         try:
             call()
@@ -214,6 +228,7 @@ def one() -> Results:
     return {
         "column": column,
         "merged": column,
+        "unequal": column,
         "head": [
             naive.linear(x, t["w_in"], out_dtype=FP32),
             naive.input_gradient(head, t["w_in"]),
@@ -237,33 +252,38 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _whole(parts: Sequence[Tensor], laps: int, dim: int) -> Tensor:
-    """Shards of `laps` parts along a dimension, as one rank holds them."""
-    pieces = [p.chunk(laps, dim) for p in parts]
-    return torch.cat([piece[lap] for lap in range(laps) for piece in pieces], dim)
+def _whole(shards: Sequence[Tensor], parts: Sequence[int], dim: int) -> Tensor:
+    """Shards of a weight merged of parts along a dimension, as one rank holds them."""
+    pieces = [one.split([part // len(shards) for part in parts], dim) for one in shards]
+    return torch.cat([piece[lap] for lap in range(len(parts)) for piece in pieces], dim)
 
 
 @pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize(("name", "laps"), [("column", 1), ("merged", 2), ("head", 1)])
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [("column", (2 * N,)), ("merged", (N, N)), ("unequal", UNEQUAL), ("head", (2 * N,))],
+)
 def test_a_column_parallel_linear_has_the_bits_of_one_rank(
-    differing: Differing, one: Results, ranks: list[Any], name: str, laps: int, sp: bool
+    differing: Differing, one: Results, ranks: list[Any], name: str, parts: tuple[int, ...], sp: bool
 ) -> None:
     y, dx, dw = zip(*(r[0][name + "/sp" * sp] for r in ranks), strict=True)
-    assert differing(_rows(_whole(y, laps, 2)), one[name][0]) == 0
+    assert differing(_rows(_whole(y, parts, 2)), one[name][0]) == 0
     for got in [torch.cat(dx)] if sp else dx:
         assert differing(_rows(got), one[name][1]) == 0
-    assert differing(_whole(dw, laps, 0), one[name][2]) == 0
+    assert differing(_whole(dw, parts, 0), one[name][2]) == 0
 
 
-def test_a_merged_weight_whose_chain_makes_one_lap_has_other_bits(
+def test_a_merged_weight_whose_chain_makes_other_laps_has_other_bits(
     differing: Differing, ranks: list[Any]
 ) -> None:
     t = _operands()
     want = naive.input_gradient(t["dy"].view(S * B, -1), t["w_in"], out_dtype=FP32)
     for r in ranks:
-        one_lap, two_laps = r[0]["laps"]
-        assert differing(two_laps, want) == 0
-        assert differing(one_lap, want) > 1000
+        for name in ("merged", "unequal"):
+            right, one_lap, other_widths = r[0]["laps of " + name]
+            assert differing(right, want) == 0
+            assert differing(one_lap, want) > 1000
+            assert differing(other_widths, want) > 1000
 
 
 @pytest.mark.parametrize("sp", [False, True])
@@ -310,7 +330,7 @@ def test_ranks_agree_on_a_transport_and_say_why(ranks: list[Any]) -> None:
         assert name == "plain"
         assert reason.startswith("symmetric: ")
         assert f"scattered over {len(ranks)} ranks" in said[0]
-        assert "a shard of 48 rows in 2 parts" in said[1]
+        assert "a shard of 48 rows in parts of [24, 24]" in said[1]
         assert "one transport on every rank, found several" in said[2]
         assert said[3] == "plain"
 

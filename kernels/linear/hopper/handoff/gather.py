@@ -7,19 +7,19 @@ no result in the form by rows. The hand-off sends M N of fp32. `by_columns` need
 
 from __future__ import annotations
 
-import contextlib
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 
 from isoexec.kernels.domain import require
 from isoexec.kernels.linear.hopper import cublaslt
-from isoexec.kernels.linear.hopper.handoff.moves import collect, mark, move, spread
+from isoexec.kernels.linear.hopper.handoff.moves import beside, collect, join, mark, move, side, spread
 from isoexec.kernels.linear.hopper.kernel import Tile
 from isoexec.kernels.linear.hopper.kernel import launch as walk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -27,31 +27,6 @@ if TYPE_CHECKING:
     from isoexec.kernels.linear.hopper.handoff.moves import Mover
 
 __all__ = ["by_columns", "by_rows", "bytes_by_rows"]
-
-_SIDES: dict[tuple[str, int], Any] = {}
-
-
-def _side(room: Room, which: int) -> Any:
-    """A stream of the room beside the caller's; copies run there while products run here."""
-    if room.state.device.type != "cuda":
-        return None
-    return _SIDES.setdefault((room.name, which), torch.cuda.Stream(room.state.device))
-
-
-@contextlib.contextmanager
-def _on(stream: Any) -> Iterator[int]:
-    """Run on a side stream, after what the caller's stream has now; yields its handle."""
-    if stream is None:
-        yield 0
-        return
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield stream.cuda_stream
-
-
-def _join(stream: Any) -> None:
-    if stream is not None:
-        torch.cuda.current_stream().wait_stream(stream)
 
 
 def product(x: Tensor, w: Tensor, out: Tensor, *, turned: bool, tile: Tile | None = None) -> None:
@@ -86,22 +61,21 @@ def by_rows(
     room: Room,
     *,
     each: bool,
-    laps: int,
+    parts: Sequence[int],
     turned: bool,
     blocks: int,
     mover: Mover,
 ) -> None:
     """`out` = the product over every rank's K, this rank computing rows [rank * per, (rank + 1) * per) in `blocks`.
 
-    `x [M, k]` and `w [N, k]` (`[k, N]` where turned) hold this rank's k = K / ranks in `laps` parts; parts of a lap are in rank
-    order, laps in order. `out` is [M, N] where `each` rank gets all, else [M / ranks, N]. Copies go on after a peer is lost, so
-    one that comes back later than the room's patience may compute from them; its next product then says that the group is lost.
+    `x [M, k]` and `w [N, k]` (`[k, N]` where turned) hold this rank's k = K / ranks in `parts`, one a lap; parts of a lap are in
+    rank order, laps in order. `out` is [M, N] where `each` rank gets all, else [M / ranks, N]. Copies go on after a peer is lost,
+    so one that comes back later than the room's patience may compute from them; its next product then says that it is lost.
     """
     M, k = x.shape
     N = out.shape[1]
     R, rank = room.ranks, room.rank
     per = -(-M // R)
-    part = k // laps
     room.require_inbox(bytes_by_rows(per, N, R * k))
     if each:
         room.require_results(out)
@@ -111,10 +85,12 @@ def by_rows(
     gathered = [box[N * R * k :][: per * R * k].view(per, R * k) for box in inboxes]
     bounds = [(owner * per, min((owner + 1) * per, M)) for owner in range(R)]
     per_block = -(-per // blocks)
-    places = [((lap * R + rank) * part, lap * part) for lap in range(laps)]  # in the whole K, in this rank's
+    starts = [0, *accumulate(parts)]
+    # in the whole K, in this rank's, and how much
+    places = [(start * R + rank * part, start, part) for start, part in zip(starts, parts, strict=False)]
 
     def send_weights(peer: int, stream: int) -> None:
-        for there, here in places:
+        for there, here, part in places:
             if turned:
                 move(weights[peer][there : there + part], w[here : here + part], mover, stream)
             else:
@@ -124,13 +100,13 @@ def by_rows(
         first, end = bounds[peer]
         a, b = block * per_block, min((block + 1) * per_block, end - first)
         if a < b:
-            for there, here in places:
+            for there, here, part in places:
                 rows = x[first + a : first + b, here : here + part]
                 move(gathered[peer][a:b, there : there + part], rows, mover, stream)
 
-    arriving, leaving = _side(room, 0), _side(room, 1)
+    arriving, leaving = side(room, 0), side(room, 1)
     mark(room, "open")
-    with _on(arriving) as stream:
+    with beside(arriving) as stream:
         for turn in range(1, R):
             send_weights((rank + turn) % R, stream)
         for block in range(blocks):
@@ -148,15 +124,15 @@ def by_rows(
         if a < b:
             product(gathered[rank][a:b], weights[rank], mine[a:b], turned=turned)
         if each:
-            with _on(leaving) as stream:
+            with beside(leaving) as stream:
                 if a < b:
                     for turn in range(1, R):
                         area = room.results((rank + turn) % R, out.dtype)[: M * N].view(M, N)
                         move(area[first + a : first + b], mine[a:b], mover, stream)
                 mark(room, "raise_ready", block)
-    _join(arriving)
+    join(arriving)
     if each:
-        _join(leaving)
+        join(leaving)
         area = room.results(rank, out.dtype)[: M * N].view(M, N)
         collect(room, area, out, per=per, slots=blocks, per_slot=per_block)
     mark(room, "close")

@@ -8,6 +8,7 @@ are 16 bytes a thread, 512 a warp, without shared memory. The last rank rounds a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -18,6 +19,8 @@ from isoexec.kernels.linear.hopper.handoff import protocol
 from isoexec.kernels.linear.hopper.handoff.protocol import finish, reach, tell, words_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from isoexec.kernels.linear.hopper.handoff.buffers import Room
@@ -93,6 +96,7 @@ def chain_kernel(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     LAPS: tl.constexpr,
+    STARTS: tl.constexpr,
     EACH: tl.constexpr,
     TURNED: tl.constexpr,
     SWAP: tl.constexpr,
@@ -106,6 +110,7 @@ def chain_kernel(
 ) -> None:
     """Every tile of `x [., K] @ w [N, K]^T` (`w [K, N]` where TURNED), K in LAPS parts: after each a tile goes round the ranks.
 
+    Parts are equal, or begin and end at STARTS.
     Rows come in blocks of `per` that lie `stride` apart, one block where every rank gets EACH result and one an owner else.
     """
     A: tl.constexpr = COLUMNS if SWAP else ROWS
@@ -128,6 +133,7 @@ def chain_kernel(
     alive = tl.full((), 1, tl.int32)
     flat = tl.arange(0, SIZE)
     asked = tl.full((), 0, tl.int32)
+    UNEQUAL: tl.constexpr = STARTS is not None
     K_lap = K // LAPS
     for lap in tl.static_range(LAPS):
         for t in range(pid, tiles, programs):
@@ -155,7 +161,13 @@ def chain_kernel(
                     words + _CAME + t, number, alive, _ACCUMULATOR, BEFORE, state, mirror, patience, TIMED
                 )
                 acc = unpack(tl.load(inbox + t * SIZE + flat, cache_modifier=".cg"), A, B, W)
-            for k in range(lap * K_lap, (lap + 1) * K_lap, DEPTH):
+            if UNEQUAL:
+                begin = STARTS[lap]
+                end = STARTS[lap + 1]
+            else:
+                begin = lap * K_lap
+                end = begin + K_lap
+            for k in range(begin, end, DEPTH):
                 if SWAP and TURNED:
                     acc = tl.dot(w.load([k, first_col]).T, x.load([first_row, k]).T, acc)
                 elif SWAP:
@@ -231,7 +243,7 @@ def call_of(
     per: int,
     stride: int,
     each: bool,
-    laps: int = 1,
+    parts: Sequence[int],
     turned: bool = False,
 ) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
     """Grid, arguments and options of `launch`, for those who only compile."""
@@ -257,7 +269,8 @@ def call_of(
     options = {
         "RANK": room.rank,
         "RANKS": room.ranks,
-        "LAPS": laps,
+        "LAPS": len(parts),
+        "STARTS": None if len(set(parts)) == 1 else (0, *accumulate(parts)),
         "EACH": each,
         "TURNED": turned,
         "SWAP": cut.swapped,
@@ -279,7 +292,7 @@ def launch(x: Tensor, w: Tensor, out: Tensor, room: Room, cut: Cut, **sizes: Any
     """Do this rank's part of one product; every rank of the group must call it with the same sizes (see `call_of`).
 
     `x [rows, K]` starts at this launch's first row, `out [per, N]` takes the results that this rank gets; where not `each`, rank
-    o's rows start at `o * stride`. K / laps is a multiple of the cut's depth.
+    o's rows start at `o * stride`. K lies in `parts`, one a lap, each a multiple of the cut's depth.
     """
     grid, arguments, options = call_of(x, w, out, room, cut, **sizes)
     chain_kernel[grid](*arguments, **options)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,21 +17,50 @@ from isoexec.kernels.linear.hopper.handoff import protocol
 from isoexec.kernels.linear.hopper.handoff.protocol import finish, is_alive, reach, tell, words_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from isoexec.kernels.linear.hopper.handoff.buffers import Room
 
-__all__ = ["CopyError", "Mark", "Mover", "collect", "mark", "move", "spread"]
+__all__ = ["CopyError", "Mark", "Mover", "beside", "collect", "join", "mark", "move", "side", "spread"]
 
 Mover = Literal["engine", "kernel"]
 Mark = Literal["open", "raise_came", "raise_ready", "await", "close"]
 
 _CAME, _READY, _LAUNCH = protocol.CAME, protocol.READY, protocol.LAUNCH
-_INPUTS, _RESULT, _ROOM = protocol.INPUTS, protocol.RESULT, protocol.ROOM
+_ACCUMULATOR, _INPUTS = protocol.ACCUMULATOR, protocol.INPUTS
+_RESULT, _ROOM = protocol.RESULT, protocol.ROOM
+_EVERY = tl.constexpr(-1)  # in the place of one rank
 _COPIERS = 16  # programs of a copy kernel: enough for NVLink, few beside a product
 _SLICE = 16  # rows a program of `spread` takes
 _NAN_ROWS = 128
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED
+_SIDES: dict[tuple[str, int], Any] = {}
+
+
+def side(room: Room, which: int) -> Any:
+    """A stream of the room beside the caller's; copies run there while products run here."""
+    if room.state.device.type != "cuda":
+        return None
+    return _SIDES.setdefault((room.name, which), torch.cuda.Stream(room.state.device))
+
+
+@contextlib.contextmanager
+def beside(stream: Any) -> Iterator[int]:
+    """Run on a side stream, after what the caller's stream has now; yields its handle."""
+    if stream is None:
+        yield 0
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield stream.cuda_stream
+
+
+def join(stream: Any) -> None:
+    """Let the caller's stream wait for a side stream."""
+    if stream is not None:
+        torch.cuda.current_stream().wait_stream(stream)
 
 
 class CopyError(IsoExecError):
@@ -119,7 +149,7 @@ def move(dst: Tensor, src: Tensor, mover: Mover, stream: int) -> None:
         raise CopyError(int(status))
 
 
-@triton.jit(do_not_specialize=["slot", "rows"])
+@triton.jit(do_not_specialize=["slot", "ahead", "rows"])
 def mark_kernel(
     target: tl.tensor,
     bases: tl.tensor,
@@ -127,9 +157,11 @@ def mark_kernel(
     mirror: tl.tensor,
     patience: tl.tensor,
     slot: tl.tensor,
+    ahead: tl.tensor,
     rows: tl.tensor,
     pitch: tl.tensor,
     MARK: tl.constexpr,
+    PEER: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     HEIGHT: tl.constexpr,
@@ -143,26 +175,38 @@ def mark_kernel(
             if peer != RANK:
                 alive = reach(words + peer, last, alive, _ROOM, peer, state, mirror, patience, TIMED)
     elif MARK == "await":
+        KIND: tl.constexpr = _INPUTS if PEER == _EVERY else _ACCUMULATOR
         for peer in tl.static_range(RANKS):
-            if peer != RANK:
+            if peer != RANK and (PEER == _EVERY or peer == PEER):
                 word = words + _CAME + slot * RANKS + peer
-                alive = reach(word, last + 1, alive, _INPUTS, peer, state, mirror, patience, TIMED)
+                alive = reach(word, last + ahead, alive, KIND, peer, state, mirror, patience, TIMED)
         if alive == 0:
             # one NaN a row: the product of a row that never came is NaN
             for start in range(0, rows, HEIGHT):
                 row = (start + tl.arange(0, HEIGHT)).to(tl.int64)
                 tl.store(target + row * pitch, float("nan"), mask=row < rows)
     elif MARK == "close":
-        finish(last, 1, 1, bases, state, RANK, RANKS)
+        finish(last, ahead, 1, bases, state, RANK, RANKS)
     elif alive != 0:
         for peer in tl.static_range(RANKS):
-            if peer != RANK:
+            if peer != RANK and (PEER == _EVERY or peer == PEER):
                 word = words_of(bases, peer) + slot * RANKS + RANK
-                tell(word + (_CAME if MARK == "raise_came" else _READY), last + 1)
+                tell(word + (_CAME if MARK == "raise_came" else _READY), last + ahead)
 
 
-def mark(room: Room, what: Mark, slot: int = 0, target: Tensor | None = None) -> None:
-    """Open or close a launch, announce a block (`slot`) to every peer, or wait for it from all; `target` turns NaN if in vain."""
+def mark(
+    room: Room,
+    what: Mark,
+    slot: int = 0,
+    target: Tensor | None = None,
+    *,
+    peer: int | None = None,
+    ahead: int = 1,
+) -> None:
+    """Open or close a launch, announce a block (`slot`) to every peer, or wait for it from all; `target` turns NaN if in vain.
+
+    With a `peer`, announce to it or wait for it alone. A launch of several laps counts as that many, and `ahead` says which.
+    """
     at = room.inbox(room.rank, torch.bfloat16) if target is None else target
     mark_kernel[(1,)](
         at,
@@ -171,9 +215,11 @@ def mark(room: Room, what: Mark, slot: int = 0, target: Tensor | None = None) ->
         room.mirror,
         room.patience,
         slot,
+        ahead,
         0 if target is None else len(target),
         0 if target is None else target.stride(0),
         MARK=what,
+        PEER=-1 if peer is None else peer,
         RANK=room.rank,
         RANKS=room.ranks,
         HEIGHT=_NAN_ROWS,
@@ -182,7 +228,7 @@ def mark(room: Room, what: Mark, slot: int = 0, target: Tensor | None = None) ->
     )
 
 
-@triton.jit(do_not_specialize=["rows", "slots", "per_slot"])
+@triton.jit(do_not_specialize=["rows", "slots", "per_slot", "ahead"])
 def collect_kernel(
     area: tl.tensor,
     out: tl.tensor,
@@ -194,28 +240,31 @@ def collect_kernel(
     per: tl.tensor,
     slots: tl.tensor,
     per_slot: tl.tensor,
+    ahead: tl.tensor,
     N: tl.tensor,
+    OWNER: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     TIMED: tl.constexpr,
 ) -> None:
-    """Program (c, r) copies its rows of the area to `out` once their owner has announced them."""
+    """Program (c, r) copies its rows of the area to `out` once their owner has announced them; own ones are there, or NaN."""
     in_slot = tl.cdiv(per_slot, HEIGHT)
     block = tl.program_id(1) // in_slot
-    owner = block // slots
+    part = block // slots
+    owner = part if OWNER == _EVERY else part * 0 + OWNER
     slot = block % slots
-    first = owner * per + slot * per_slot + (tl.program_id(1) % in_slot) * HEIGHT
+    first = part * per + slot * per_slot + (tl.program_id(1) % in_slot) * HEIGHT
     last = tl.load(state + _LAUNCH).to(tl.int32)
-    if owner != RANK:
-        alive = is_alive(state)
+    alive = is_alive(state)
+    if (owner != RANK) | (alive == 0):
         for peer in tl.static_range(RANKS):
-            if peer == owner:
+            if (peer == owner) & (peer != RANK):
                 word = words_of(bases, RANK) + _READY + slot * RANKS + peer
-                alive = reach(word, last + 1, alive, _RESULT, peer, state, mirror, patience, TIMED)
+                alive = reach(word, last + ahead, alive, _RESULT, peer, state, mirror, patience, TIMED)
         row = (first + tl.arange(0, HEIGHT)).to(tl.int64)[:, None]
-        end = tl.minimum(tl.minimum(owner * per + (slot + 1) * per_slot, (owner + 1) * per), rows)
+        end = tl.minimum(tl.minimum(part * per + (slot + 1) * per_slot, (part + 1) * per), rows)
         for start in range(tl.program_id(0) * WIDTH, N, tl.num_programs(0) * WIDTH):
             col = start + tl.arange(0, WIDTH)[None, :]
             real = (row < end) & (col < N)
@@ -224,11 +273,24 @@ def collect_kernel(
             tl.store(out + row * N + col, value.to(out.dtype.element_ty), mask=real)
 
 
-def collect(room: Room, area: Tensor, out: Tensor, *, per: int, slots: int, per_slot: int) -> None:
-    """Copy other owners' rows of `area [rows, N]` to `out`; owner o has rows from `o * per`, in `slots` blocks of `per_slot`."""
+def collect(
+    room: Room,
+    area: Tensor,
+    out: Tensor,
+    *,
+    per: int,
+    slots: int,
+    per_slot: int,
+    owner: int | None = None,
+    ahead: int = 1,
+) -> None:
+    """Copy other owners' rows of `area [rows, N]` to `out`; owner o has rows from `o * per`, in `slots` blocks of `per_slot`.
+
+    With an `owner`, all `per` rows are its. `ahead` is as in `mark`.
+    """
     rows, N = out.shape
     height = 8
-    collect_kernel[(1, room.ranks * slots * -(-per_slot // height))](
+    collect_kernel[(1, (room.ranks if owner is None else 1) * slots * -(-per_slot // height))](
         area,
         out,
         room.bases,
@@ -239,7 +301,9 @@ def collect(room: Room, area: Tensor, out: Tensor, *, per: int, slots: int, per_
         per,
         slots,
         per_slot,
+        ahead,
         N,
+        OWNER=-1 if owner is None else owner,
         RANK=room.rank,
         RANKS=room.ranks,
         HEIGHT=height,

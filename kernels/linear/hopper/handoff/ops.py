@@ -7,6 +7,7 @@ Calls of a group are collective: every rank makes the same ones with the same si
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,8 +18,11 @@ from isoexec.kernels.hopper.library import define
 from isoexec.kernels.linear.hopper.handoff import buffers, gather, kernel, protocol
 from isoexec.kernels.linear.hopper.handoff.buffers import check, close
 from isoexec.kernels.linear.hopper.handoff.schedule import Schedule, choose, fitted
+from isoexec.kernels.linear.hopper.parts import require_parts
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
@@ -76,22 +80,36 @@ def _require_form(op: str, M: int, N: int, form: str, group: str) -> int:
 
 
 def run(
-    x: Tensor, w: Tensor, out: Tensor, room: Room, schedule: Schedule, *, each: bool, laps: int, turned: bool
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    room: Room,
+    schedule: Schedule,
+    *,
+    each: bool,
+    parts: Sequence[int],
+    turned: bool,
 ) -> None:
     """One product by a given schedule; `out` is [M, N], or this rank's [M / ranks, N] where not `each`.
 
-    Raises `RoomError` where the room is too small, `DomainError` where a lap's share of K is no multiple of 16.
+    This rank's K lies in `parts`, one a lap. Raises `RoomError` where the room is too small, `DomainError` where a part is no
+    multiple of 16.
     """
-    M, K = x.shape
+    M = len(x)
     if schedule.kind == "rows":
         gather.by_rows(
-            x, w, out, room, each=each, laps=laps, turned=turned, blocks=schedule.blocks, mover=schedule.mover
+            *(x, w, out, room),
+            each=each,
+            parts=parts,
+            turned=turned,
+            blocks=schedule.blocks,
+            mover=schedule.mover,
         )
         return
     cut = schedule.cut
     assert schedule.kind == "chain", schedule
     assert cut is not None, schedule
-    cut = replace(cut, depth=fitted(cut, K // laps))
+    cut = replace(cut, depth=fitted(cut, gcd(*parts)))
     owners = 1 if each else room.ranks
     per, N = out.shape
     for first, count in launches(cut, per, N, owners, room.elements, out.dtype):
@@ -104,7 +122,7 @@ def run(
             per=count,
             stride=M // owners,
             each=each,
-            laps=laps,
+            parts=parts,
             turned=turned,
         )
 
@@ -124,30 +142,32 @@ def launches(
 
 
 def _product(
-    op: str, x: Tensor, w: Tensor, group: str, form: str, laps: int, turned: bool, dtype: torch.dtype
+    op: str,
+    x: Tensor,
+    w: Tensor,
+    group: str,
+    form: str,
+    parts: Sequence[int],
+    turned: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
     K = x.shape[1]
     _require_operands(op, x, w, w.shape[0 if turned else 1] == K, dtype)
     M, N = len(x), w.shape[1 if turned else 0]
     ranks = _require_form(op, M, N, form, group)
-    require(
-        laps >= 1 and K % (16 * laps) == 0,
-        op,
-        f"{K} of the sum on each rank in {laps} laps",
-        "laps of a multiple of 16, the step of the chain",
-    )
+    require_parts(op, parts, K)
     out = torch.empty(M if form == "all" else M // ranks, N, dtype=dtype, device=x.device)
     if M:
         room = buffers.room_of(group)
         product: Product = "gradient" if turned else "row"
         sent: Form = "all" if form == "all" else "rows"
         schedule = choose(M, N, K * ranks, ranks, sent, product, room.elements, dtype.itemsize)
-        run(x, w, out, room, schedule, each=form == "all", laps=laps, turned=turned)
+        run(x, w, out, room, schedule, each=form == "all", parts=parts, turned=turned)
     return out
 
 
 def _row(x: Tensor, w: Tensor, group: str, form: str, out_dtype: torch.dtype) -> Tensor:
-    return _product("sm90_handoff_row", x, w, group, form, 1, False, out_dtype)
+    return _product("sm90_handoff_row", x, w, group, form, [x.shape[1]], False, out_dtype)
 
 
 def _row_fake(x: Tensor, w: Tensor, group: str, form: str, out_dtype: torch.dtype) -> Tensor:
@@ -158,11 +178,11 @@ def _rows(x: Tensor, group: str, form: str) -> int:
     return x.shape[0] if form == "all" else x.shape[0] // size_of(group)
 
 
-def _gradient(dy: Tensor, w: Tensor, group: str, laps: int, form: str) -> Tensor:
-    return _product("sm90_handoff_gradient", dy, w, group, form, laps, True, torch.bfloat16)
+def _gradient(dy: Tensor, w: Tensor, group: str, parts: Sequence[int], form: str) -> Tensor:
+    return _product("sm90_handoff_gradient", dy, w, group, form, parts, True, torch.bfloat16)
 
 
-def _gradient_fake(dy: Tensor, w: Tensor, group: str, laps: int, form: str) -> Tensor:
+def _gradient_fake(dy: Tensor, w: Tensor, group: str, parts: Sequence[int], form: str) -> Tensor:
     return dy.new_empty((_rows(dy, group, form), w.shape[1]))
 
 
@@ -190,7 +210,7 @@ _row_op = define(
     _row_fake,
 )
 _gradient_op = define(
-    "sm90_handoff_gradient(Tensor dy, Tensor w, str group, int laps, str form) -> Tensor",
+    "sm90_handoff_gradient(Tensor dy, Tensor w, str group, int[] parts, str form) -> Tensor",
     _gradient,
     _gradient_fake,
 )
@@ -218,14 +238,14 @@ def row_product(
 
 
 def column_gradient(
-    dy_local: Tensor, w_local: Tensor, group: ProcessGroup, laps: int = 1, form: Form = "all"
+    dy_local: Tensor, w_local: Tensor, group: ProcessGroup, parts: Sequence[int], form: Form = "all"
 ) -> Tensor:
     """`dy_local [M, N / ranks] @ w_local [N / ranks, K]` in bf16, chained over N: the input gradient of a column-parallel linear.
 
-    A merged weight is `laps` equal parts one after the other on each rank ([gate; up] is 2); all of the first part goes first,
-    in rank order, then all of the second. Forms and errors as in `row_product`.
+    A merged weight is `parts` of so many rows, one after the other on each rank ([gate; up] has two, and one that is not merged
+    has one); all of the first part goes first, in rank order, then all of the second. Forms and errors as in `row_product`.
     """
-    out: Tensor = _gradient_op(dy_local, w_local, name_of(group), laps, form)
+    out: Tensor = _gradient_op(dy_local, w_local, name_of(group), list(parts), form)
     return out
 
 
