@@ -3,11 +3,11 @@
 
 `python tests/bench/handoff.py [--shipped] [--seconds 240] [--gpus 2] [--only PATTERN]` starts one process a GPU, checks
 every candidate's bits against one GPU over the whole K before it is timed and again after its replays, and times it in CUDA
-graphs beside the library's product and NCCL. A candidate that does not compile, times out or ends the processes is left out and
-said; the processes are started again without it. Writes `handoff.json` (all times), `handoff-table.json` (a new
-`kernels/linear/hopper/handoff/table.json`), the page `handoff.md` with the goals first, and the log `handoff.jsonl` to $OUT or
-the working directory. `--shipped` tries only what the checked-in table chooses, in memory of the size that a group gets, and so
-times what `row_linear` runs.
+graphs beside the library's product and NCCL. A candidate that does not compile, times out or ends the processes is left out
+and said; the processes are started again without it. Writes `handoff.md` and `handoff.json` (the best of each, which
+`kernels.py --merge` puts into the table), `handoff-all.json`, `handoff-table.json` (a new
+`kernels/linear/hopper/handoff/table.json`) and the log `handoff.jsonl` to $OUT or the working directory. `--shipped` tries
+only what the checked-in table chooses, in memory of the size that a group gets, and so times what `row_linear` runs.
 """
 
 from __future__ import annotations
@@ -25,18 +25,23 @@ from typing import Any
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
+import report as page  # type: ignore[import-not-found]  # beside this script
 import torch
-from handoff_work import LOG, OUT, work  # type: ignore[import-not-found]  # beside this script
+from handoff_work import LOG, OUT, work  # type: ignore[import-not-found]
 
 from isoexec.kernels.linear.hopper.handoff.schedule import PATH
+from isoexec.kernels.registry import source_digest
 
-# name, form, rows from and to, and the most to the library's product and NCCL
-GOALS = (
-    ("8192 rows, all ranks get the result", "all", 8192, 8192, 1.05),
-    ("8192 rows, each rank its rows", "rows", 8192, 8192, 1.10),
-    ("up to 256 rows, all ranks get the result", "all", 1, 256, 1.20),
-    ("up to 256 rows, each rank its rows", "rows", 1, 256, 1.20),
-)
+# ops of the table, by product and form
+OPS = {
+    ("row", "all"): "row_parallel",
+    ("row", "rows"): "row_parallel_sp",
+    ("gradient", "all"): "column_gradient",
+    ("gradient", "rows"): "column_gradient_sp",
+    ("columns", "all"): "row_parallel_by_columns",
+    ("columns", "rows"): "row_parallel_by_columns_sp",
+}
+FUNCTION = "linear.mma_chain/1"
 SILENCE = 90  # seconds without a word after which the processes are started again
 START = time.monotonic()
 
@@ -59,29 +64,36 @@ def grown() -> tuple[int, float]:
     return (LOG.stat().st_size if LOG.exists() else 0), time.monotonic()
 
 
-def goals(best: Iterable[dict[str, Any]]) -> list[str]:
-    """The worst of the best ratios for each goal."""
-    text = ["| goal | limit | worst | at | met by |", "|" + "---|" * 5]
-    rows = [d for d in best if d["product"] != "columns"]
-    for name, form, low, high, limit in GOALS:
-        found = sorted(
-            (d["us"] / d["native"], f"{d['product']} {d['case']}, {d['rows']} rows")
-            for d in rows
-            if d["form"] == form and low <= d["rows"] <= high
+def table_of(best: Iterable[dict[str, Any]], facts: dict[str, Any], gpus: int) -> dict[str, Any]:
+    """The best schedules as rows of the table of all kernels; bytes and products are of one GPU."""
+    times = []
+    for d in best:
+        M, N, K = d["rows"], d["N"], d["K"]
+        results = M * N if d["form"] == "all" else M * N // gpus
+        times.append(
+            {
+                "op": OPS[d["product"], d["form"]],
+                "shape": f"{d['case']} {N}x{K} on {gpus} GPUs",
+                "rows": M,
+                "function": FUNCTION,
+                "nbytes": 2.0 * ((N * K + M * K) / gpus + results),
+                "flops": 2.0 * M * N * K / gpus,
+                "provider": d["schedule"],
+                "absent": {},
+                "us": {"native": d["native"], "ours": d["us"]},
+            }
         )
-        worst, at = found[-1] if found else (float("nan"), "not measured")
-        met = sum(ratio <= limit for ratio, _ in found)
-        text.append(f"| {name} | <= {limit:.2f} | {worst:.2f} | {at} | {met} of {len(found)} |")
-    return text
+    digest = source_digest(FUNCTION, "sm90")
+    return {"runs": [facts], "sources": {FUNCTION: digest}, "times": page.ordered(times)}
 
 
-def report(gpus: int, shipped: bool) -> None:
+def reported(gpus: int, shipped: bool) -> None:
     lines = [json.loads(line) for line in LOG.read_text().splitlines()]
     facts: dict[str, Any] = {}
     for line in lines:
         facts |= {
             k: line[k]
-            for k in ("device", "torch", "triton", "nccl", "gpus", "date", "link", "lost")
+            for k in ("device", "torch", "cuda", "triton", "nccl", "gpus", "date", "link", "lost")
             if k in line
         }
     timed = [line for line in lines if "schedule" in line]
@@ -91,18 +103,11 @@ def report(gpus: int, shipped: bool) -> None:
         key = (d["product"], d["form"], d["case"], d["N"], d["K"], d["rows"])
         if key not in best or d["us"] < best[key]["us"]:
             best[key] = d
-    page = ["- " + "; ".join(f"{k}: {v}" for k, v in facts.items()), "", *goals(best.values()), ""]
-    page += [
-        "| product | shape | form | rows | native us | best us | ratio | predicted | schedule | control differs |",
-        "|" + "---|" * 10,
-    ]
-    page += [
-        f"| {product} | {case} | {form} | {M} | {d['native']:.1f} | {d['us']:.1f} | {d['us'] / d['native']:.2f} "
-        f"| {d['predicted']} | {d['schedule']} | {d['control']} |"
-        for (product, form, case, _, _, M), d in sorted(best.items(), key=str)
-    ]
-    (OUT / "handoff.md").write_text("\n".join(page) + "\n")
-    print("\n".join(page))
+    shown = table_of(best.values(), facts, gpus)
+    page.write(OUT, shown, "handoff")
+    print("\n".join([*page.goals(shown["times"]), *page.heading(), *map(page.line, shown["times"])]))
+    blind = sorted({f"{d['product']} {d['case']} {d['rows']}" for d in best.values() if not d["control"]})
+    print("adding the ranks' parts differs in every case" + (f" but {', '.join(blind)}" if blind else ""))
     bad = [d for d in timed if d not in good]
     for d in bad:
         why = d.get("trouble") or f"differ {d.get('differ')}, after replays {d.get('differ_after')}"
@@ -110,7 +115,7 @@ def report(gpus: int, shipped: bool) -> None:
     for line in lines:
         if "left_out" in line:
             print("left out:", line["left_out"], line["why"])
-    (OUT / "handoff.json").write_text(json.dumps({**facts, "times": timed}, indent=1) + "\n")
+    (OUT / "handoff-all.json").write_text(json.dumps({**facts, "times": timed}, indent=1) + "\n")
     print("link GB/s:", facts.get("link"), "| lost peer:", facts.get("lost"))
     if shipped:
         return
@@ -185,7 +190,7 @@ def main() -> int:
                 break
     if not LOG.exists():
         return 1
-    report(arguments.gpus, arguments.shipped)
+    reported(arguments.gpus, arguments.shipped)
     return 0
 
 

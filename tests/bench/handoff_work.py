@@ -350,6 +350,7 @@ def work(arguments: argparse.Namespace) -> int:
     note(
         device=torch.cuda.get_device_name(),
         torch=torch.__version__,
+        cuda=str(torch.version.cuda),
         triton=triton.__version__,
         nccl=str(torch.cuda.nccl.version()),
         gpus=dist.get_world_size(),

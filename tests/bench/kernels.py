@@ -261,8 +261,8 @@ def facts(words: list[str]) -> dict[str, Any]:
     }
 
 
-def merge(paths: list[Path], folder: Path) -> int:
-    kept, left = report.merged([json.loads(path.read_text()) for path in paths])
+def merge(paths: list[Path], folder: Path, *, older: bool) -> int:
+    kept, left = report.merged([json.loads(path.read_text()) for path in paths], older=older)
     report.write(folder, kept)
     print(f"{len(kept['times'])} rows of {len(paths)} runs in {folder / report.NAME}.md")
     for why in left:
@@ -299,6 +299,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tune-all", action="store_true", help="as both, of every weight anew")
     parser.add_argument("--weights", nargs="*", default=[], help="of --tune-products: how names start, as 8B")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="put runs together, and stop")
+    parser.add_argument(
+        "--older", action="store_true", help="of --merge: keep rows of sources that have changed since"
+    )
     parser.add_argument("--list", action="store_true", help="print the ops, and stop")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -309,7 +312,7 @@ def main() -> int:
     folder = Path(os.environ.get("OUT", "."))
     words = [word for part in arguments.only for word in part.replace(",", " ").split()]
     if arguments.merge:
-        return merge(arguments.merge, folder)
+        return merge(arguments.merge, folder, older=arguments.older)
     subjects = chosen(words, arguments.rows)
     if arguments.list:
         for section, one in dict.fromkeys((section, one.op) for section, one in every()):

@@ -20,6 +20,7 @@ __all__ = [
     "line",
     "markdown",
     "merged",
+    "ordered",
     "write",
 ]
 
@@ -70,6 +71,8 @@ def _is(*ops: str, low: int = 1, high: int = 1 << 30) -> Callable[[Row], bool]:
 
 LINEAR = ("linear", "linear_fp32", "row_linear")
 GRADIENTS = ("linear_input_gradient", "linear_weight_gradient")
+SHARED = ("row_parallel", "column_gradient")  # by `handoff.py`
+SHARED_SP = tuple(f"{op}_sp" for op in SHARED)
 GROUPED = ("grouped_linear", "grouped_linear_input_gradient", "grouped_linear_weight_gradient")
 NORMS = ("rms_norm", "add_rms_norm", "head_norm", "rms_norm_centred", "add_rms_norm_centred")
 FUSED = (*NORMS, "silu_mul", "rope")
@@ -77,6 +80,18 @@ GOALS = (
     Goal(name="linear, more than 128 rows, to the native op", limit=1.02, of=_is(*LINEAR, low=129)),
     Goal(name="linear, up to 128 rows, to the native op", limit=1.05, of=_is(*LINEAR, high=128)),
     Goal(name="gradients of the linear, to the native op", limit=1.02, of=_is(*GRADIENTS)),
+    *(
+        Goal(
+            name=f"shared by GPUs, {name}, to the library and NCCL",
+            limit=limit,
+            of=_is(*ops, low=low, high=high),
+        )
+        for name, limit, ops, low, high in (
+            ("8192 rows, whole results", 1.05, SHARED, 8192, 8192),
+            ("8192 rows, each its rows", 1.10, SHARED_SP, 8192, 8192),
+            ("up to 256 rows", 1.20, (*SHARED, *SHARED_SP), 1, 256),
+        )
+    ),
     *(
         Goal(
             name=f"{name}, 8192 rows, share of a copy's bandwidth",
@@ -143,8 +158,8 @@ a tuned file), `leaf tree` (eight leaves of K, as published) and `compiled` (the
 too; on Hopper, vLLM's batch-invariant mode leaves a plain product to cuBLASLt and not to the kernel timed here. `of copy` is
 our share of the bandwidth of a copy that moves as many bytes in the same run; `roofline` is our share of 4.8 TB/s or 989
 TFLOP/s, whichever is nearer, of the fewest bytes that must move and products that must be made. `+grad` is forward and
-backward together. Attention, and products shared by two GPUs, have tables of their own (`attention_hopper.py`,
-`handoff.py`).
+backward together. Products shared by GPUs are of `handoff.py`, next to the library's product and NCCL. Attention has a table of
+its own (`attention_hopper.py`).
 """
 
 
@@ -171,8 +186,8 @@ def line(row: Row) -> str:
     if "ours" in us:
         shown["of copy"] = f"{of_copy(row):.2f}" if "copy" in us else ""
         shown["roofline"], shown["by"] = f"{roofline(row):.2f}", floor(row)[1]
-    if row["provider"]:
-        shown["by"] = f"{shown.get('by', '')}, {row['provider']}"
+    notes = [shown.get("by", ""), row["provider"], "an older source" if row.get("older") else ""]
+    shown["by"] = ", ".join(filter(None, notes))
     cells = [row["op"], row["shape"], str(row["rows"]), *(shown.get(name, "") for name in COLUMNS)]
     return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
 
@@ -198,10 +213,10 @@ def markdown(kept: dict[str, Any]) -> str:
     return "\n".join([*text, *heading(), *map(line, ordered(kept["times"])), ""])
 
 
-def write(folder: Path, kept: dict[str, Any]) -> None:
+def write(folder: Path, kept: dict[str, Any], name: str = NAME) -> None:
     """Write both files, each whole or not at all."""
     for suffix, text in (("json", json.dumps(kept, indent=1) + "\n"), ("md", markdown(kept))):
-        path = folder / f"{NAME}.{suffix}"
+        path = folder / f"{name}.{suffix}"
         beside = path.with_suffix(f".{suffix}.new")
         beside.write_text(text)
         beside.replace(path)
@@ -211,10 +226,11 @@ def _key(row: Row) -> tuple[Any, ...]:
     return row["op"], row["shape"], row["rows"]
 
 
-def merged(every: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
-    """One table of several runs, the last measurement of a row first come; and what was left out.
+def merged(every: list[dict[str, Any]], *, older: bool = False) -> tuple[dict[str, Any], list[str]]:
+    """One table of several runs, of each row the last that was measured; and what was left out.
 
-    Rows of a function whose source has changed since are left out. Raises `ValueError` where runs are of different machines.
+    Rows of a function whose source has changed since are left out, or with `older` marked. Raises `ValueError` where runs are of
+    different machines.
     """
     kinds = [{k: run[k] for k in SAME} for one in every for run in one["runs"]]
     if any(kind != kinds[0] for kind in kinds):
@@ -227,8 +243,12 @@ def merged(every: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
     for one in every:
         for row in one["times"]:
             if one["sources"][row["function"]] != sources[row["function"]]:
-                left.append(f"{row['op']} {row['shape']} {row['rows']}: {row['function']} has changed since")
-                continue
+                if not older:
+                    left.append(
+                        f"{row['op']} {row['shape']} {row['rows']}: {row['function']} has changed since"
+                    )
+                    continue
+                row["older"] = True
             rows[_key(row)] = row
     runs = [run for one in every for run in one["runs"]]
     return {"runs": runs, "sources": sources, "times": list(rows.values())}, left

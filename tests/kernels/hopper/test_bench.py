@@ -115,6 +115,14 @@ def test_pieces_of_one_machine_are_merged_and_of_two_are_not(tmp_path: Path) -> 
         "| RMSNorm, SiLU-mul, RoPE, up to 256 rows, to the native op | <= 1.00 | 2.00 | rope 8B, 1 rows |"
         in page
     )
+    later = second | {"sources": {"rope.neox_fp32/1": "later"}}
+    kept, left = report.merged([first, later])
+    assert [(row["rows"], row["us"]["ours"]) for row in kept["times"]] == [(1, 40.0)]
+    assert left == [f"rope 8B {rows}: rope.neox_fp32/1 has changed since" for rows in (1, 64)]
+    kept, left = report.merged([first, later], older=True)
+    assert [row.get("older", False) for row in kept["times"]] == [False, True]
+    assert left == []
+    assert report.line(kept["times"][1]).endswith("| bandwidth, an older source |")
     with pytest.raises(ValueError, match="different machines"):
         report.merged([first, second | {"runs": [run | {"torch": "3"}]}])
 
@@ -168,10 +176,14 @@ def test_the_hand_offs_trial_reports_goals_and_a_table_that_is_read_back(trials:
     handed = trials["handed"]
     assert len(handed["chosen"]) == 8 * 7 * 2
     assert handed["tried"] > 100
-    assert "all ranks get the result | <= 1.05 | 1.04 | row 8B o, 8192 rows | 1 of 1 |" in handed["page"]
-    assert "all ranks get the result | <= 1.20 | 1.30 | row 8B o, 64 rows | 0 of 1 |" in handed["page"]
-    assert "each rank its rows | <= 1.10 | nan | not measured | 0 of 0 |" in handed["page"]
-    assert "| two |" not in handed["page"], "a schedule whose bits changed in a replay is no best"
+    goal = "| shared by GPUs, {}, to the library and NCCL | <= {} |".format
+    assert goal("8192 rows, whole results", 1.05) + " 1.04 | row_parallel 8B o " in handed["page"]
+    assert goal("up to 256 rows", "1.20") + " 1.30 | row_parallel 8B o " in handed["page"]
+    assert goal("8192 rows, each its rows", "1.10") + " not measured |" in handed["page"]
+    assert "| row_parallel | 8B o 4096x4096 on 2 GPUs | 8192 | 100.00 |  | 104.00 | 1.04 |" in handed["page"]
+    assert "two" not in handed["page"].split("| op |")[1], (
+        "a schedule whose bits changed in a replay is no best"
+    )
     assert handed["products"] == 7
     assert handed["back"] == [True, True]
 

@@ -112,14 +112,14 @@ def handed(folder: Path) -> dict[str, Any]:
     head = {"case": case.name, "product": "row", "N": case.N, "K": case.K, "form": "all", "native": 100.0}
     head |= {"predicted": 1.0, "control": 7, "differ": 0, "differ_after": 0}
     lines = [
-        {"device": "none", "torch": "2", "triton": "3", "date": "today"},
+        {"device": "none", "torch": "2", "cuda": "13", "triton": "3", "date": "today"},
         head | {"rows": 8192, "schedule": "one", "made": asdict(one), "us": 104.0},
         head | {"rows": 8192, "schedule": "two", "made": asdict(two), "us": 90.0, "differ_after": 1},
         head | {"rows": 64, "schedule": "one", "made": asdict(one), "us": 130.0},
     ]
     replace(handoff, OUT=folder, LOG=folder / "log")
     handoff.LOG.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    handoff.report(GPUS, shipped=False)
+    handoff.reported(GPUS, shipped=False)
     made = json.loads((folder / "handoff-table.json").read_text())
     replace(schedule, PATH=folder / "handoff-table.json")
     schedule._steps.cache_clear()
