@@ -2,15 +2,17 @@
 """Times the sm90 attention on one GPU next to the library's own schedule: `python tests/bench/attention_hopper.py`.
 
 Needs FlashAttention-3 as built into vLLM: installed, or named by ISOEXEC_FA3. What it times is proven by
-`isoexec gate run --arch sm90 --function attention.mma_segments/1`. Times are medians of CUDA-graph replays in turns over the
-same tensors (decode of few requests: rotating caches, so that the L2 is cold). Lines go to the terminal, `attention-h200.json`
-to $OUT or the working directory.
+`isoexec gate run --arch sm90 --function attention.mma_segments/1`, but for `layouts`: those are cuts into segments of other
+lengths, functions that do not exist, timed to know whether one should. Times are medians of CUDA-graph replays in turns over the
+same tensors (decode of few requests: rotating caches, so that the L2 is cold). `--parts` names what is run. Lines go to the
+terminal, `attention-h200.json` to $OUT or the working directory.
 """
 
 # ruff: noqa: E402, ARG005 - where the package is not installed, its links are put on the path first
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -18,8 +20,9 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,13 +36,28 @@ if find_spec("isoexec") is None:
     sys.path.insert(0, str(ROOT / ".src"))
 
 from isoexec.kernels.attention.hopper import fa3, kernel, ops
-from isoexec.kernels.attention.hopper.gate import Batch, ints, native
+from isoexec.kernels.attention.hopper.gate import native
 from isoexec.kernels.attention.hopper.ops import Plan, attention, plan
+from isoexec.kernels.gates.sequences import Batch
 from isoexec.kernels.hopper.timing import capture, replay_times
 
 BF16 = torch.bfloat16
 MODELS = ((32, 8, 128), (16, 2, 256), (32, 8, 64))
-FEW = ops.FEW_PROGRAMS
+SPLITS = {  # free of bits: blocks an iteration of the values takes, and stages of so many
+    "split": {},
+    "split by 2": {"unrolled": 2, "stages": 5},
+    "split by 4": {"unrolled": 4, "stages": 3},
+    "split by 4, 16 columns": {"unrolled": 4, "stages": 4, "columns": 16},
+    "split by 2, 1 warp": {"unrolled": 2, "stages": 5, "warps": 1},
+}
+LAYOUTS = {  # of 32768 keys: lengths of segments
+    "8192": (8192,) * 4,
+    "4096": (4096,) * 8,
+    "2048": (2048,) * 16,
+    "1024": (1024,) * 32,
+    "growing": (1024, 1024, 2048, 4096, 8192, 16384),
+    "long, the last short": (8192,) * 3 + (1024,) * 8,
+}
 TIMES: list[dict[str, Any]] = []
 NOTES: list[str] = []
 START = time.monotonic()
@@ -52,6 +70,25 @@ def say(*words: object) -> None:
 def note(text: str) -> None:
     NOTES.append(text)
     say("note |", text)
+
+
+def ints(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+@contextmanager
+def decoding(head_dim: int, way: str) -> Iterator[None]:
+    """Decode by the library, by one of `SPLITS`, or in `tiles`."""
+    few, tuning, tiled = ops.FEW_PROGRAMS, ops.SPLIT[head_dim], set(ops.TILED)
+    ops.FEW_PROGRAMS = 1 << 30 if way in SPLITS else 0
+    ops.SPLIT[head_dim] = replace(tuning, **SPLITS.get(way, {}))
+    if way == "tiles":
+        ops.TILED.add(head_dim)
+    try:
+        yield
+    finally:
+        ops.FEW_PROGRAMS, ops.SPLIT[head_dim] = few, tuning
+        ops.TILED.intersection_update(tiled)
 
 
 def differing(a: Tensor, b: Tensor) -> int:
@@ -71,14 +108,21 @@ def guarded(function: Callable[..., None], *args: Any) -> None:
     torch.cuda.empty_cache()
 
 
-def turns(op: str, shape: str, calls: dict[str, Callable[[int], Any]], copies: int = 1, **more: Any) -> None:
+def turns(
+    op: str,
+    shape: str,
+    calls: dict[str, Callable[[int], Any]],
+    copies: int = 1,
+    replays: int = 7,
+    **more: Any,
+) -> None:
     graphs = {}
     for name, call in calls.items():
         try:
             graphs[name] = capture(call, copies)
         except Exception as error:  # noqa: BLE001 - said
             note(f"{op} {shape}: {name} could not be captured: {error!r:.200}")
-    spans = replay_times(list(graphs.values()), copies, replays=7)
+    spans = replay_times(list(graphs.values()), copies, replays=replays)
     found = {name: round(us, 1) for name, us in zip(graphs, spans, strict=True)}
     base = found["native"]
     ratios = {name: round(us / base, 3) for name, us in found.items() if name != "native"}
@@ -112,54 +156,31 @@ def time_prefill(H: int, KV: int, D: int, lengths: list[int]) -> None:
         "native": lambda i: native(q, k, v, cu, most, most, cu_k=cu),
         "noise": lambda i: native(q, k, v, cu, most, most, cu_k=cu),
     }
-    for S in (4096, 8192):
-        step, position = filled(S, lengths)
-        for streams in (0, 1, 2):
-            if most <= S and streams != 1:
-                continue
+    for provider, S in (("fa3", 4096), ("fa3", 8192), ("triton", 4096)):
+        if provider == "triton" and most > 8192:
+            continue  # half as fast: what is to be known of it is known by then
+        step, position = filled(S, lengths, provider=provider)
 
-            def run(i: int, step: Plan = step, position: Tensor = position, streams: int = streams) -> None:
-                ops.SIDE_STREAMS = streams
-                ops._side_streams.cache_clear()
-                attention(q, k, v, position, step, scale=D**-0.5)
+        def run(i: int, step: Plan = step, position: Tensor = position) -> None:
+            attention(q, k, v, position, step, scale=D**-0.5)
 
-            calls[f"S{S} {streams} side streams"] = run
+        calls[f"{provider} S{S}"] = run
     flops = sum(2 * n * n * H * D for n in lengths)
     turns("prefill", f"H{H}/{KV} D{D} {len(lengths)}x{lengths[0]}", calls, tflop=round(flops / 1e12, 2))
 
 
-def time_prefill_parts(H: int, KV: int, D: int, T: int, S: int) -> None:
+def time_window(H: int, KV: int, D: int, T: int, window: int) -> None:
+    """The own kernel's window next to the library's, whose bits depend on neighbours."""
     q, k, v = rand(T, H, D), rand(T, KV, D), rand(T, KV, D)
-    cu, n = ints([0, T]), T // S - 1
-    step, position = filled(S, [T])
-    out, parts = torch.empty_like(q), torch.empty(n, T, H, D, dtype=BF16, device="cuda")
-    _, own_lse = fa3.call(
-        q, k, v, step.own, None, scale=D**-0.5, path="causal", most_rows=S, most_keys=S, out=out
-    )
-    lse = torch.stack([own_lse] * n)
-    calls: dict[str, Callable[[int], Any]] = {"native": lambda i: native(q, k, v, cu, T, T, cu_k=cu)}
-    calls["own"] = lambda i: fa3.call(
-        q, k, v, step.own, None, scale=D**-0.5, path="causal", most_rows=S, most_keys=S, out=out
-    )
-    for j in range(n):
-
-        def past(i: int, j: int = j) -> None:
-            fa3.call(
-                *(q, k, v, step.past[:, j : j + 2], None),
-                scale=D**-0.5,
-                path=fa3.PAST[D],
-                most_rows=T,
-                most_keys=S,
-                out=parts[j],
-            )
-
-        calls[f"past {j}"] = past
-    calls["merge"] = lambda i: kernel.launch_merge(
-        out, own_lse, parts, lse, position, None, out, kv_segment=S
-    )
-    share = {"own": S / T, **{f"past {j}": 2 * S * (T - (j + 1) * S) / T**2 for j in range(n)}}
+    cu = ints([0, T])
+    step, position = filled(4096, [T], provider="triton", window=window)
     turns(
-        "parts", f"H{H}/{KV} D{D} prefill {T} S{S}", calls, share={a: round(b, 4) for a, b in share.items()}
+        "window",
+        f"H{H}/{KV} D{D} {T}, {window} keys",
+        {
+            "native": lambda i: native(q, k, v, cu, T, T, cu_k=cu, window=(window - 1, 0)),
+            "triton": lambda i: attention(q, k, v, position, step, scale=D**-0.5),
+        },
     )
 
 
@@ -181,22 +202,80 @@ def time_decode(H: int, KV: int, D: int, B: int, ctx: int, segments: tuple[int, 
         native(q, caches[i][0], caches[i][1], cu, 1, ctx, used=used, pages=caches[i][2])
 
     calls: dict[str, Callable[[int], Any]] = {"native": whole, "noise": whole}
+    results: dict[tuple[int, str], Tensor] = {}
     for S in segments:
         steps = []
         for _, _, blocks in caches:
             step = plan(requests=B, tokens=B, most_rows=1, most_keys=ctx, kv_segment=S, page=page)
             step.fill(cu, used, blocks=blocks)
             steps.append(step)
+        ways = ["library", "tiles"] if B > 1 else ["library", "tiles", "split"]
+        if B == 1 and segments[-1] == S:
+            ways += [way for way in SPLITS if way != "split"]
+        for way in ways:
 
-        for few in (0, 1 << 30) if B == 1 else (0,):
+            def run(i: int, steps: list[Plan] = steps, way: str = way, S: int = S) -> None:
+                with decoding(D, way):
+                    out = attention(q, caches[i][0], caches[i][1], position, steps[i], scale=D**-0.5)
+                results.setdefault((S, way), out)
 
-            def run(i: int, steps: list[Plan] = steps, few: int = few) -> None:
-                ops.FEW_PROGRAMS = few
-                attention(q, caches[i][0], caches[i][1], position, steps[i], scale=D**-0.5)
-                ops.FEW_PROGRAMS = FEW
-
-            calls[f"S{S} split" if few else f"S{S}"] = run
+            calls[f"S{S} {way}"] = run
     turns("decode", f"H{H}/{KV} D{D} B{B} {ctx}", calls, copies, gbytes=round(4 * B * ctx * KV * D / 1e9, 2))
+    for (S, way), out in results.items():
+        if (found := differing(out, results[S, "library"])) > 0:
+            note(f"H{H}/{KV} D{D} B{B} {ctx} S{S}: {way} differs from the library in {found} elements")
+
+
+def laid_out(rows: list[int], counts: list[int], firsts: list[int], lengths: list[int], end: int) -> Tensor:
+    """A table of the library's for entries of any length."""
+    steps = [max(lengths) * kernel.TOTAL_STEP] * len(rows)
+    columns = zip(rows, counts, lengths, firsts, steps, strict=True)
+    return ints([list(row) for row in zip(*columns, (end, 0, 0, 0, 0), strict=True)])
+
+
+def time_layouts(H: int, KV: int, D: int) -> None:
+    """Segments of other lengths: decode of one request waits for the longest, prefill pays for their number."""
+    T = sum(LAYOUTS["4096"])
+    q, k, v = rand(T, H, D), rand(T, KV, D), rand(T, KV, D)
+    cu, one, last = ints([0, T]), ints([0, 1]), q[-1:]
+    where, position = ints([T - 1]), torch.arange(T, dtype=torch.int32, device="cuda")
+    given: dict[str, Any] = {"scale": D**-0.5}
+    decode: dict[str, Callable[[int], Any]] = {"native": lambda i: native(last, k, v, one, 1, T, cu_k=cu)}
+    prefill: dict[str, Callable[[int], Any]] = {"native": lambda i: native(q, k, v, cu, T, T, cu_k=cu)}
+    for name, lengths in LAYOUTS.items():
+        n, most = len(lengths), max(lengths)
+        starts = [sum(lengths[:j]) for j in range(n)]
+        # the merge asks only how many segments a row has: as many of one length stand for them
+        even = -(-T // n)
+        single = laid_out(list(range(n)), [1] * n, starts, list(lengths), n)
+
+        def decoded(i: int, table: Tensor = single, n: int = n, most: int = most, even: int = even) -> None:
+            sizes = {"path": "causal", "most_rows": 1, "most_keys": most, **given}
+            o, lse = fa3.call(last.repeat(n, 1, 1), k, v, table, None, **sizes)
+            out = torch.empty_like(last)
+            slots = lse.view(H, n, 1).transpose(0, 1)
+            kernel.launch_merge(None, None, o.view(n, 1, H, D), slots, where, None, out, kv_segment=even)
+
+        own = laid_out(starts, list(lengths), starts, list(lengths), T)
+        past = [
+            laid_out([s + w], [T - s - w], [s], [w], T) for s, w in zip(starts[:-1], lengths, strict=False)
+        ]
+
+        def filled_in(
+            i: int, own: Tensor = own, past: list[Tensor] = past, most: int = most, even: int = even
+        ) -> None:
+            out, parts = torch.empty_like(q), torch.empty(len(past), T, H, D, dtype=BF16, device="cuda")
+            sizes = {"most_keys": most, **given}
+            _, lse = fa3.call(q, k, v, own, None, path="causal", most_rows=most, out=out, **sizes)
+            found = [
+                fa3.call(q, k, v, table, None, path=fa3.PAST[D], most_rows=T, out=parts[j], **sizes)[1]
+                for j, table in enumerate(past)
+            ]
+            kernel.launch_merge(out, lse, parts, torch.stack(found), position, None, out, kv_segment=even)
+
+        decode[name], prefill[name] = decoded, filled_in
+    turns("layouts, decode", f"H{H}/{KV} D{D} B1 {T}", decode)
+    turns("layouts, prefill", f"H{H}/{KV} D{D} 1x{T}", prefill, replays=3)
 
 
 def time_parts() -> None:
@@ -269,25 +348,50 @@ def observe(H: int, KV: int, D: int, S: int, page: int) -> None:
     )
 
 
-def times() -> None:
+def prefills() -> None:
     for H, KV, D in MODELS:
-        for lengths in ([2048], [4096], [2048] * 8, [4096] * 4, [8192], [16384], [32768]):
+        for lengths in ([2048], [2048] * 8, [4096] * 4, [8192], [32768]):
             guarded(time_prefill, H, KV, D, lengths)
-        guarded(time_prefill_parts, H, KV, D, 32768, 8192)
+
+
+def windows() -> None:
+    for H, KV, D in MODELS:
+        guarded(time_window, H, KV, D, 8192, 1024)
+
+
+def decodes() -> None:
     for H, KV, D in MODELS:
         guarded(time_decode, H, KV, D, 1, 32768, (1024, 2048, 4096, 8192))
-        guarded(time_decode, H, KV, D, 1, 4096, (1024, 2048, 4096, 8192))
-        guarded(time_decode, H, KV, D, 8, 32768, (2048, 4096, 8192))
-        guarded(time_decode, H, KV, D, 64, 32768, (2048, 4096, 8192))
-        guarded(time_decode, H, KV, D, 256, 32768, (4096, 8192))
-        guarded(time_decode, H, KV, D, 64, 4096, (4096, 8192))
+        guarded(time_decode, H, KV, D, 8, 32768, (4096,))
+        guarded(time_decode, H, KV, D, 64, 32768, (4096, 8192))
+        guarded(time_decode, H, KV, D, 256, 8192, (4096,))
     guarded(time_parts)
+
+
+def layouts() -> None:
     for H, KV, D in MODELS:
-        for page in (16, 256):
-            guarded(observe, H, KV, D, 1024, page)
+        guarded(time_layouts, H, KV, D)
+
+
+def observations() -> None:
+    for H, KV, D in MODELS:
+        guarded(observe, H, KV, D, 1024, 16)
+
+
+PARTS = {
+    "prefill": prefills,
+    "window": windows,
+    "decode": decodes,
+    "layouts": layouts,
+    "observe": observations,
+}
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to run (all)")
+    parser.add_argument("--seconds", type=float, default=135.0, help="begin no part after so many (135)")
+    args = parser.parse_args()
     made = {
         "device": torch.cuda.get_device_name(0),
         "driver": subprocess.run(
@@ -303,7 +407,11 @@ def main() -> None:
     say(made)
     torch.manual_seed(1)
     with torch.no_grad():
-        times()
+        for name in args.parts:
+            if time.monotonic() - START > args.seconds:
+                note(f"{name} was left out: {args.seconds} s are over")
+                continue
+            PARTS[name]()
     text = json.dumps({"made": made, "notes": NOTES, "times": TIMES}, indent=1)
     (Path(os.environ.get("OUT", ".")) / "attention-h200.json").write_text(text)
 

@@ -113,9 +113,9 @@ def main() -> None:
             ("values by two", split.values_kernel, 4, 5, 2),
             ("values by four", split.values_kernel, 4, 3, 4),
         ):
-            own = {k: v for k, v in (cut | {"UNROLLED": unrolled}).items() if k in of.arg_names}
+            constants = {k: v for k, v in {**cut, "UNROLLED": unrolled}.items() if k in of.arg_names}
             tuning = {**plain, "num_warps": warps, "num_stages": stages}
-            results[f"split {name} {D}"] = compiled(of, types, own, **tuning)
+            results[f"split {name} {D}"] = compiled(of, types, constants, **tuning)
     types = {"q_start": i, "lengths": i, "k_start": i, "blocks": i, "table": i, "pages": i}
     types |= dict.fromkeys(("B", "entries", "tokens", "kv_segment", "width", "b_row", "t_row"), "i32")
     for kind in (kernel.OWN, kernel.PAST, kernel.SINGLE):

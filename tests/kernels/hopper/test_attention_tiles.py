@@ -30,5 +30,5 @@ def test_a_window_is_named_and_a_row_sees_its_own_key_at_least() -> None:
     sizes = {"requests": 1, "tokens": 4, "most_rows": 4, "most_keys": 64, "kv_segment": 64, "device": "meta"}
     step = plan(**sizes, window=8)  # type: ignore[arg-type]
     assert (step.window, step.provider) == (8, "triton")
-    with pytest.raises(DomainError, match="a window of 0.*at least the row's own key"):
+    with pytest.raises(DomainError, match=r"a window of 0.*at least the row's own key"):
         plan(**sizes, window=0)  # type: ignore[arg-type]
