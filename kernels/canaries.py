@@ -53,6 +53,7 @@ _SIZES: dict[str, dict[str, int]] = {
     "bias.add/1": {"tokens": 19, "width": 100},
     "rope.neox_fp32/1": {"tokens": 19, "heads": 2, "head_dim": 32},
     "attention.segments/1": {"tokens": 75, "heads": 4, "kv_heads": 2, "head_dim": 32},
+    "attention.latent_segments/1": {"tokens": 75, "heads": 4},
     "silu_mul.exp/1": {"tokens": 19, "width": 100},
     "logprobs.leaves/1": {"tokens": 211, "vocab": 512},  # another sum shows in one logprob of twenty
     "grad_norm.exact/1": {"tokens": 19, "width": 100},
@@ -85,6 +86,7 @@ _ON_GPU = (  # a tensor core's last bit has no other specification
     "linear.grouped_mma_chain/1",
     "linear_logprobs.mma_blocks/1",
     "moe.shared_gate/1",
+    "attention.latent_segments/1",
 )
 
 
@@ -232,6 +234,15 @@ def _inputs(function_id: str, n: Mapping[str, int], dtype: torch.dtype) -> Input
                 "v": fill(*shape, salt=11, dtype=dtype),
                 "scale": n["head_dim"] ** -0.5,
             }
+        case "attention.latent_segments":
+            made = {"dtype": torch.bfloat16, "scale": 2.0}  # the only dtype of tensor cores' attention
+            return {
+                "q_rope": fill(tokens, n["heads"], 64, salt=28, **made),
+                "q_latent": fill(tokens, n["heads"], 512, salt=29, **made),
+                "k_rope": fill(tokens, 64, salt=30, **made),
+                "latent": fill(tokens, 512, salt=31, **made),
+                "scale": 192**-0.5,
+            }
         case "silu_mul.exp" | "silu_mul.poly":
             return {
                 "gate": fill(tokens, n["width"], salt=12, dtype=dtype, scale=8.0),
@@ -323,6 +334,10 @@ def reference(function_id: str, constants: Mapping[str, Any]) -> Callable[..., T
             return lambda q, k, v, scale: attention.attention(
                 q, k, v, scale, kv_segment=constants["kv_segment"]
             )
+        case "attention.latent_segments":
+            from isoexec.kernels.latent_attention.hopper import reference as latent  # needs triton
+
+            return lambda **given: latent.reference(**given, kv_segment=constants["kv_segment"])[0]
         case "silu_mul.exp":
             return silu_mul.silu_mul
         case "logprobs.leaves":

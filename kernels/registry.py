@@ -330,6 +330,18 @@ _ALL = (
         kernels=(_sm90("window_attention", "Plan", "attention", "plan", also=_SEGMENTS),),
         free=("kv_segment", "window"),
     ),
+    Function(
+        id="attention.latent_segments",
+        version=1,
+        kernels=(
+            _sm90(
+                "latent_attention",
+                *("Plan", "latent_attention", "plan"),
+                also=(*_SEGMENTS, *_RELAY, "groups.py"),
+            ),
+        ),
+        free=("kv_segment",),
+    ),
     Function(id="silu_mul.exp", version=1, kernels=(_cpu("silu_mul", "silu_mul"),)),
     Function(id="silu_mul.poly", version=1, kernels=(_sm90("silu_mul", "silu_mul", "silu_mul_halves"),)),
     Function(id="gate.sigmoid_mul", version=1, kernels=(_sm90("sigmoid_mul", "sigmoid_mul"),)),

@@ -123,6 +123,7 @@ PROVIDERS: dict[str, dict[str, Admitted]] = {
         "rope.yarn_interleaved_fp32/1": Admitted(name="isoexec.kernels.rope_yarn.hopper"),
         "attention.mma_segments/1": Admitted(name="isoexec.kernels.attention.hopper"),
         "attention.mma_window/1": Admitted(name="isoexec.kernels.window_attention.hopper"),
+        "attention.latent_segments/1": Admitted(name="isoexec.kernels.latent_attention.hopper"),
         "silu_mul.poly/1": Admitted(name="isoexec.kernels.silu_mul.hopper"),
         "gate.sigmoid_mul/1": Admitted(name="isoexec.kernels.sigmoid_mul.hopper"),
         "logprobs.blocks/2": Admitted(name="isoexec.kernels.logprobs.hopper"),
@@ -330,7 +331,7 @@ SIGMOID: Facts = {
 }
 MLA: Facts = {
     "q_lora_rank": {"multiple_of": 16, "minimum": 16},
-    "kv_lora_rank": {"multiple_of": 16, "minimum": 16},
+    "kv_lora_rank": 512,
     "qk_nope_dim": {"multiple_of": 16, "minimum": 16},
     "qk_rope_dim": 64,
     "v_head_dim": {"multiple_of": 16, "minimum": 16},

@@ -32,10 +32,7 @@ _LINEAR = {"column_linear", "lm_head", "row_linear"}
 _DENSE = _LINEAR | {"embedding", "grad_norm", "logprobs", "norm", "rope", "silu_mul"}
 _MOE = {"combine", "dispatch", "expert_linear", "router", "routing"}
 _GQA = _DENSE | {"attention", "qk_norm"}
-_MLA = {
-    "no kernel": {"attention"},
-    "no evidence": _DENSE | _MOE | {"absorbed_linear", "latent_linear", "latent_norm"},
-}
+_MLA = {"no evidence": _DENSE | _MOE | {"absorbed_linear", "attention", "latent_linear", "latent_norm"}}
 _GDN = {"gdn_conv", "gdn_gating", "gdn_rule"}
 _HYBRID = _GQA | {"attention_gate", "gdn_norm", "gdn_qk_norm"}
 _HYBRID_MOE = {"no kernel": _GDN, "no evidence": _HYBRID | _MOE | {"shared_gate"}}

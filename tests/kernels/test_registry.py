@@ -64,6 +64,7 @@ SM90: dict[str, dict[str, Any]] = {
     "linear.mma_chain/1": {"step": 16, "accumulate": "float32", "boundary": "model"},
     "attention.mma_segments/1": {"kv_segment": 4096},
     "attention.mma_window/1": {"kv_segment": 4096, "window": 1024},
+    "attention.latent_segments/1": {"kv_segment": 4096},
     "silu_mul.poly/1": {},
     "linear.grouped_mma_chain/1": {"step": 16, "accumulate": "float32"},
     "moe.shared_gate/1": {"step": 16, "accumulate": "float32"},

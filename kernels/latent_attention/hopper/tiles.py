@@ -23,7 +23,7 @@ from isoexec.kernels.latent_attention.hopper.naive import BLOCK, LATENT, ROPE
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["PREFILL", "decode_tile", "heads_of", "launch_tiles", "tokens_of"]
+__all__ = ["PREFILL", "decode_tile", "heads_of", "launch_tiles", "rows_of", "tokens_of"]
 
 PREFILL = Tile(rows=64, warps=8, stages=2)
 _DECODE = (Tile(rows=16, warps=8, stages=3), Tile(rows=32, warps=8, stages=2))
@@ -42,6 +42,11 @@ def heads_of(tile: Tile, heads: int) -> int:
 def tokens_of(tile: Tile, heads: int) -> int:
     """How many tokens a tile holds."""
     return max(1, tile.rows // heads)
+
+
+def rows_of(rows: int) -> int:
+    """Rows of a program that has this many: a tensor-core step's at least, and a power of two."""
+    return max(16, power_of_two(rows))
 
 
 @triton.jit
@@ -285,7 +290,7 @@ def launch_tiles(
         HALF=LATENT // 2,
         KEYS=BLOCK,
         TOKENS=tokens,
-        ROWS=max(16, power_of_two(tokens * group)),
+        ROWS=rows_of(tokens * group),
         PAGE=0 if pages is None else latent.shape[1],
         HARDWARE=hardware,
         num_warps=tile.warps,

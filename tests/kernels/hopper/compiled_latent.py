@@ -8,52 +8,59 @@ from typing import Any
 
 from compiled import compiled  # type: ignore[import-not-found]
 
-from isoexec.kernels.latent_attention.hopper import backward, kernel
+from isoexec.kernels.latent_attention.hopper import backward, reference, tiles
 from isoexec.kernels.latent_attention.hopper.naive import BLOCK, LATENT, ROPE
 
-
-def _types(arguments: list[str], fp32: set[str], constants: dict[str, Any]) -> dict[str, str]:
-    integers = {n for n in arguments if n.endswith(("_row", "_head")) or n in ("R", "n", "visible", "heads")}
-    floats = {"scale", "c", "c_ln2"} & set(arguments)
-    kinds = dict.fromkeys(integers, "i32") | dict.fromkeys(floats, "fp32")
-    for name in set(arguments) - integers - floats - set(constants):
-        kinds[name] = "*fp32" if name in fp32 else "*i32" if name == "q_start" else "*bf16"
-    return kinds
+_KINDS = {
+    **dict.fromkeys(("lse", "delta", "acc"), "*fp32"),
+    **dict.fromkeys(("spans", "owners", "units", "pages"), "*i32"),
+    **dict.fromkeys(("scale", "c", "c_ln2"), "fp32"),
+    **dict.fromkeys(
+        ("q_rope", "q_latent", "k_rope", "latent", "out", "dout", "dq_rope", "dq_latent"), "*bf16"
+    ),
+}
 
 
 def _compiled(of: Any, constants: dict[str, Any], **options: Any) -> dict[str, Any]:
-    fp32 = {"lse", "delta", "dk_rope", "dlatent"}
-    found: dict[str, Any] = compiled(
-        of, _types(of.arg_names, fp32, constants), constants, enable_fp_fusion=False, **options
-    )
+    kinds = {n: _KINDS.get(n, "i32") for n in of.arg_names if n not in constants}
+    found: dict[str, Any] = compiled(of, kinds, constants, enable_fp_fusion=False, **options)
     return found
 
 
 def main() -> None:
     widths = {"WIDTH": LATENT, "TURN": ROPE}
+    of = {**widths, "KEYS": BLOCK, "HARDWARE": True}
     results = {
         "segment": _compiled(
-            kernel.segment_kernel,
-            {
-                **widths,
-                "KEYS": BLOCK,
-                "ROWS": 16,
-                "HARDWARE": True,
-                "ASCENDING": False,
-                "LATENT_FIRST": False,
-            },
+            reference.segment_kernel,
+            {**of, "ROWS": 16, "ASCENDING": False, "LATENT_FIRST": False},
             num_warps=4,
             num_stages=1,
         ),
         "delta": _compiled(backward.delta_kernel, {"HEADS": 4, "WIDTH": LATENT}, num_warps=4),
     }
-    for name, of, tile, more in (
+    halves = {"TURN": ROPE, "HALF": LATENT // 2, "KEYS": BLOCK, "HARDWARE": True}
+    for name, heads, single, page in (
+        ("packed prefill of 16 heads", 16, False, 0),
+        ("prefill of 128 heads", 128, False, 64),
+        ("decode of 16 heads", 16, True, 64),
+        ("decode of 20 heads", 20, True, 16),
+        ("decode of 128 heads", 128, True, 64),
+    ):
+        tile = tiles.decode_tile(heads) if single else tiles.PREFILL
+        tokens = 1 if single else tiles.tokens_of(tile, heads)
+        group = tiles.heads_of(tile, heads)
+        cut = {"GROUP": group, "TOKENS": tokens, "ROWS": tiles.rows_of(tokens * group), "PAGE": page}
+        results[name] = _compiled(
+            tiles.tile_kernel, {**halves, **cut}, num_warps=tile.warps, num_stages=tile.stages
+        )
+    for name, kernel, tile, more in (
         ("queries", backward.query_kernel, backward.QUERIES, {}),
         ("keys", backward.key_kernel, backward.KEYS, {"CONTINUE": False}),
         ("keys, continued", backward.key_kernel, backward.KEYS, {"CONTINUE": True}),
     ):
-        cut = {**widths, "H": 16, "TILE": tile.rows, "COLUMNS": tile.keys, **more}
-        results[name] = _compiled(of, cut, num_warps=tile.warps, num_stages=tile.stages)
+        cut = {**widths, "H": 16, "WHOLE": backward.UNIT, "TILE": tile.rows, "COLUMNS": tile.keys, **more}
+        results[name] = _compiled(kernel, cut, num_warps=tile.warps, num_stages=tile.stages)
     print(json.dumps(results))
 
 
