@@ -29,6 +29,7 @@ import heads  # type: ignore[import-not-found]
 import linears  # type: ignore[import-not-found]
 import report  # type: ignore[import-not-found]
 import rows  # type: ignore[import-not-found]
+import sequences  # type: ignore[import-not-found]
 import torch
 import triton
 from subjects import MODELS, AbsentError, Call, Model, Subject, vllm  # type: ignore[import-not-found]
@@ -47,10 +48,11 @@ SECTIONS: dict[str, Callable[[Model, int], Iterable[Subject]]] = {
     "rows": rows.subjects,
     "logprobs": heads.subjects,
     "experts": experts.subjects,
+    "attention": sequences.subjects,
     "others": lambda model, M: rows.others(M) if model is MODELS[0] else (),
 }
 ROWS = (8192, 1, 64, 16, 128, 1024)
-FUNCTIONS = (*linears.FUNCTIONS, *heads.FUNCTIONS, *rows.FUNCTIONS, *experts.FUNCTIONS)
+FUNCTIONS = tuple(name for one in (linears, rows, heads, experts, sequences) for name in one.FUNCTIONS)
 # constants of what no shipped contract binds
 UNBOUND: dict[str, dict[str, str | int | bool]] = {
     "linear_logprobs.mma_blocks/1": {
@@ -335,6 +337,10 @@ def main() -> int:
         if arguments.tune or arguments.tune_products or arguments.tune_all:
             tune(arguments, folder)
             return 0
+        if any(one.function in sequences.FUNCTIONS for one in subjects) and (why := sequences.missing()):
+            run["without"] = f"attention: {why}"
+            say("nothing of attention is timed:", why)
+            subjects = [one for one in subjects if one.function not in sequences.FUNCTIONS]
         run["proven"] = "not asked in this run"
         if not arguments.no_gates:
             run["proven"], found = gated({one.function for one in subjects})

@@ -117,6 +117,13 @@ GOALS = (
         limit=1.05,
         of=_is("linear_logprobs"),
     ),
+    Goal(name="attention, 2048 to 32768 tokens, to the library's schedule", limit=1.05, of=_is("attention")),
+    Goal(
+        name="decode, 64 to 256 requests, to the library's schedule",
+        limit=1.02,
+        of=_is("attention_decode", low=64, high=256),
+    ),
+    Goal(name="decode, 1 request, to the library's schedule", limit=1.15, of=_is("attention_decode", high=1)),
     Goal(name="grouped product and gradients, to torch's", limit=1.02, of=_is(*GROUPED)),
     Goal(
         name="combine, 8192 tokens, share of the bandwidth",
@@ -154,12 +161,13 @@ _LEGEND = """\
 Microseconds, medians of CUDA-graph replays in turns over rotating inputs, so the L2 is cold. `native` is the stock torch op,
 cuBLAS as shipped, or for fused logprobs the product alone; `noise` is a second graph of it over the first; `ratio` is ours
 over native, above 1 is slower. `vllm` (its batch-invariant Triton kernels; of experts its fused kernel, in blocks as without
-a tuned file), `leaf tree` (eight leaves of K, as published) and `compiled` (the native op under Inductor) are over native
-too; on Hopper, vLLM's batch-invariant mode leaves a plain product to cuBLASLt and not to the kernel timed here. `of copy` is
-our share of the bandwidth of a copy that moves as many bytes in the same run; `roofline` is our share of 4.8 TB/s or 989
-TFLOP/s, whichever is nearer, of the fewest bytes that must move and products that must be made. `+grad` is forward and
-backward together. Products shared by GPUs are of `handoff.py`, next to the library's product and NCCL. Attention has a table of
-its own (`attention_hopper.py`).
+a tuned file; of attention FlashAttention-3 in one split), `leaf tree` (eight leaves of K, as published) and `compiled` (the
+native op under Inductor) are over native too; on Hopper, vLLM's batch-invariant mode leaves a plain product to cuBLASLt and
+not to the kernel timed here. `of copy` is our share of the bandwidth of a copy that moves as many bytes in the same run;
+`roofline` is our share of 4.8 TB/s or 989 TFLOP/s, whichever is nearer, of the fewest bytes that must move and products that
+must be made. `+grad` is forward and backward together. Products shared by GPUs are of `handoff.py`, next to the library's
+product and NCCL. What attention's times are made of, and its gradients, are of `attention_hopper.py` and
+`attention_backward.py`.
 """
 
 

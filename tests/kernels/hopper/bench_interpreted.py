@@ -26,11 +26,13 @@ from torch import Tensor
 gated.smaller()
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
+import attention_stand_in  # type: ignore[import-not-found]  # noqa: E402
 import experts  # type: ignore[import-not-found]  # noqa: E402
 import heads  # type: ignore[import-not-found]  # noqa: E402
 import linears  # type: ignore[import-not-found]  # noqa: E402
 import report  # type: ignore[import-not-found]  # noqa: E402
 import rows  # type: ignore[import-not-found]  # noqa: E402
+import sequences  # type: ignore[import-not-found]  # noqa: E402
 import subjects  # type: ignore[import-not-found]  # noqa: E402
 
 from isoexec.kernels.grouped_linear.hopper import products  # noqa: E402
@@ -45,7 +47,7 @@ TINY = subjects.Model(
     hidden=64,
     ffn=40,
     heads=(4, 2),
-    width=32,
+    width=64,
     turned=16,
     vocab=gated.HEAD[0],
     weights={"qkv": (32, 512), "down": (64, 512), "lm_head": gated.HEAD},
@@ -76,6 +78,24 @@ PEERS = SimpleNamespace(
     softmax_batch_invariant=_softmax,
     rms_norm_batch_invariant=_norm,
 )
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, rows: int, keys: int, **given: Any) -> Tensor:
+    """In the place of the library by its own schedule: contiguous keys of one sequence, or pages of several."""
+    out = torch.empty_like(q)
+    for e in range(len(cu) - 1):
+        own, own_k, own_v = q[cu[e] : cu[e + 1]], k, v
+        if given.get("pages") is not None:
+            pages = given["pages"][e].long()
+            own_k, own_v = (x[pages].flatten(0, 1)[: given["used"][e]] for x in (k, v))
+        assert (len(own), len(own_k)) == (rows, keys)
+        both = [
+            x.float().repeat_interleave(q.shape[1] // k.shape[-2], 1).transpose(0, 1) for x in (own_k, own_v)
+        ]
+        scores = own.float().transpose(0, 1) @ both[0].transpose(1, 2) * q.shape[-1] ** -0.5
+        late = torch.arange(keys) > torch.arange(rows)[:, None] + keys - rows
+        out[cu[e] : cu[e + 1]] = (scores.masked_fill(late, -math.inf).softmax(-1) @ both[1]).transpose(0, 1)
+    return out
 
 
 def _flat(result: Any) -> list[Tensor]:
@@ -171,6 +191,7 @@ def main() -> None:
     for module in (subjects, linears, experts):
         replace(module, TRAINED=M)
     replace(heads, LEAVES=2)
+    replace(sequences, native=_attend, SEGMENT=32, PAGE=8, CONTEXT=72, LENGTHS={M: (70,)}, BATCHES={M: (2,)})
     replace(rows, GLM=(3, 16), MIMO=40, NUMBERS=40)
     replace(subjects, _batch_invariant=lambda: PEERS)
     replace(products, _grouped=lambda a, b, ends: gated.own_weight(a.t(), b, torch.cat([ends[:1] * 0, ends])))
@@ -200,7 +221,13 @@ def main() -> None:
     run = {"device": "none", "torch": torch.__version__, "cuda": "", "triton": ""}
     sources = dict.fromkeys(kernels.FUNCTIONS, "now")
     kept: dict[str, Any] = {"runs": [run], "sources": sources, "times": []}
-    with tempfile.TemporaryDirectory() as name, torch.no_grad(), contextlib.redirect_stdout(sys.stderr):
+    with (
+        tempfile.TemporaryDirectory() as name,
+        torch.no_grad(),
+        contextlib.redirect_stdout(sys.stderr),
+        attention_stand_in.stand_in(),
+        attention_stand_in.quickly(),
+    ):
         folder = Path(name)
         troubles = kernels.measured(made + planted, kept, folder, math.inf, inductor=False)
         written = json.loads((folder / f"{report.NAME}.json").read_text())

@@ -48,7 +48,15 @@ def test_every_function_of_the_benchmark_is_called_and_peers_where_there_are_som
 ) -> None:
     assert found["functions"] == []
     theirs = set(found["peers"]["vllm"])
-    assert {"linear", "row_linear", "linear_weight_gradient", "rms_norm", "logprobs", "router"} <= theirs
+    assert {
+        "linear",
+        "row_linear",
+        "linear_weight_gradient",
+        "rms_norm",
+        "logprobs",
+        "router",
+        "attention",
+    } <= theirs
     if importlib.util.find_spec("vllm") is not None:  # of which the kernel's own text is taken
         assert "grouped_linear" in theirs
     assert {"linear", "row_linear"} <= set(found["peers"]["leaf tree"])
