@@ -23,6 +23,7 @@ import emulation  # type: ignore[import-not-found]  # noqa: F401 - the interpret
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime import interpreter
 
 from isoexec.kernels.groups import name_of
@@ -310,6 +311,35 @@ def columns_have_them_too() -> None:
         same(ops.columns_product(part(x, 1), part(w, 0), group(), "all"), want, M)
         if M % ranks == 0:
             same(ops.columns_product(part(x, 1), part(w, 0), group(), "rows"), part(want, 0), ("rows", M))
+
+
+def as_faked(op: Any, *given: Any) -> None:
+    real = op(*given)
+    with FakeTensorMode() as mode:
+        fake = op(*(mode.from_tensor(one) if isinstance(one, Tensor) else one for one in given))
+    found = [(t.shape, t.dtype, t.stride(), t.storage_offset()) for t in (real, fake)]
+    assert found[0] == found[1], (op, found)
+
+
+@check
+def fakes_are_as_what_ranks_get() -> None:
+    ranks, name = dist.get_world_size(), name_of(group())
+    x, w = operands(2 * ranks, 48, 64 * ranks, 1)
+    chosen(CHAINS[0])
+    for form in ("all", "rows"):
+        for dtype in (BF16, torch.float32):
+            as_faked(ops._row_op, part(x, 1), part(w, 1), name, form, dtype)
+        as_faked(ops._gradient_op, part(x, 1), part(w, 1).t().contiguous(), name, [16, 48], form)
+    chosen(
+        Schedule(kind="columns", tile=Tile(kind="pointers", rows=16, columns=32, depth=32, warps=4, stages=2))
+    )
+    for form in ("all", "rows"):
+        as_faked(ops._columns_op, part(x, 1), w[:16].contiguous(), name, form, BF16)
+    x, w, offsets = experts(9, 64 * ranks, 1)
+    as_faked(grouped._row_op, part(x, 1), part(w, 2), offsets, name)
+    as_faked(
+        grouped._column_gradient_op, x[:, :32].contiguous(), w[:, :32, :48].contiguous(), offsets, name, 2
+    )
 
 
 @check

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ProcessGroup
 from torch.multiprocessing.spawn import start_processes
 
@@ -187,11 +188,35 @@ def _joined(rank: int, size: int, folder: str) -> ProcessGroup:
 def _rank(rank: int, size: int, folder: str) -> None:
     group = _joined(rank, size, folder)
     chosen = transport.prepare(group, torch.device("cpu"))
+    _fakes(group)
     torch.save(
         (_sharded(rank, size, group), _refusals(rank, group), chosen.name, chosen.reason),
         f"{folder}/{rank}.pt",
     )
     dist.destroy_process_group()
+
+
+def _as_faked(op: Any, *given: Any) -> None:
+    """What ranks get has the shape, dtype and strides that the fake kernel says."""
+    real = op(*given)
+    with FakeTensorMode() as mode:
+        fake = op(*(mode.from_tensor(one) if isinstance(one, Tensor) else one for one in given))
+    found = [(t.shape, t.dtype, t.stride(), t.storage_offset()) for t in (real, fake)]
+    assert found[0] == found[1], (op, found)
+
+
+def _fakes(group: ProcessGroup) -> None:
+    name, size = group.group_name, group.size()
+    x, dy = _bf16(size * 2, 3, 64, salt=1), _bf16(size * 2, 3, 32, salt=2)
+    w, out = _bf16(32, 64, salt=3), _bf16(64, 32, salt=4)
+    for sp in (False, True):
+        for dtype in (BF16, FP32):
+            _as_faked(parallel._column_op, x, w, name, sp, [16, 16], dtype)
+        _as_faked(parallel._column_gradient_op, dy, w, name, sp, [16, 16])
+        _as_faked(parallel._row_op, dy, out, None, name, sp)
+    _as_faked(parallel._row_gradient_op, x, out, name)
+    _as_faked(parallel._weight_gradient_op, dy, x, "", "")
+    _as_faked(parallel._weight_gradient_op, _bf16(size * 4, 32, salt=5), _bf16(4, 64, salt=6), name, "")
 
 
 def _lost(rank: int, size: int, folder: str) -> None:
