@@ -11,7 +11,7 @@ import triton.language as tl
 
 from isoexec.kernels.hopper import spec
 
-__all__ = ["exp", "fold", "fold_rows", "log", "log64", "power_of_two", "sigmoid", "top"]
+__all__ = ["by_row", "exp", "fold", "fold_rows", "log", "log64", "power_of_two", "sigmoid", "top"]
 
 _LOG2E = tl.constexpr(spec.LOG2E)
 _LN2_HIGH = tl.constexpr(-spec.LN2_HIGH)
@@ -48,6 +48,16 @@ def fold_rows(v: tl.tensor, ROWS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tenso
         return tl.sum(v, axis=0)
     else:  # noqa: RET505 - Triton compiles both branches unless the condition decides
         return fold_rows(tl.sum(tl.reshape(v, (ROWS // 2, 2, WIDTH)), axis=1), ROWS // 2, WIDTH)
+
+
+@triton.jit
+def by_row(v: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
+    """[ROWS] -> [ROWS, 1]: a number of each row, for a product with the row's elements; no bit changes.
+
+    A folded sum lies in every thread, and what is multiplied by it would follow: all elements in every thread. A gather, whose
+    result lies where its index does, ends that.
+    """
+    return tl.gather(v, tl.arange(0, ROWS), 0)[:, None]
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from isoexec.kernels.hopper.arithmetic import fold, fold_rows, power_of_two, sigmoid
+from isoexec.kernels.hopper.arithmetic import by_row, fold, fold_rows, power_of_two, sigmoid
 from isoexec.kernels.rms_norm.hopper.kernel import BARE, PLAIN, inverse_root, strides, weights
 from isoexec.kernels.rms_norm.hopper.naive import CHAINS, TOKENS
 
@@ -70,7 +70,7 @@ def gradient_kernel(
         d = tl.load(g + (token * g_token + head * g_head)[:, None] + col[None, :], mask=live, other=0.0)
         d = d.to(tl.float32)
         out = ((token * HEADS + head) * WIDTH)[:, None] + col[None, :]
-        r = inverse_root(v, eps, ROWS, PADDED, WIDTH, MEAN)[:, None]
+        r = by_row(inverse_root(v, eps, ROWS, PADDED, WIDTH, MEAN), ROWS)
         xh = v * r
         if GATED:
             at = (token * z_token + head * z_head)[:, None] + col[None, :]
@@ -87,7 +87,7 @@ def gradient_kernel(
         c = fold(dw, ROWS, PADDED)
         if MEAN:
             c = tl.div_rn(c, tl.full((ROWS,), WIDTH, tl.float32))
-        rounded = (r * (d - xh * c[:, None])).to(dx.dtype.element_ty)
+        rounded = (r * (d - xh * by_row(c, ROWS))).to(dx.dtype.element_ty)
         if ADD:
             at = (token * s_token)[:, None] + col[None, :]
             more = tl.load(g_sum + at, mask=live, other=0.0).to(tl.float32)
