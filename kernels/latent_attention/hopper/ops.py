@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sm90 latent attention as an opaque torch op: segments by an own kernel or by FlashAttention-3, one merge, one gradient.
+"""The sm90 latent attention as an opaque torch op: segments by own kernels or by FlashAttention-3, one merge, one gradient.
 
-Who computes the segments is the plan's `provider`; a library that is missing or not certified for this function is an error,
-never another provider. The plan is attention.mma_segments/1's: made once a step, filled on the device, used by every layer,
+Who computes the segments is the plan's `maker`; a library that is missing or not certified for this function is an error,
+never another maker. The plan is attention.mma_segments/1's: made once a step, filled on the device, used by every layer,
 paged or packed. A rank that holds some of the heads names its group, over which the gradients of keys are handed on.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from isoexec.kernels.attention.hopper import fa3
 from isoexec.kernels.attention.hopper import ops as segments
 from isoexec.kernels.attention.hopper.kernel import launch_merge
-from isoexec.kernels.attention.hopper.ops import Maker, Plan
+from isoexec.kernels.attention.hopper.ops import Maker
 from isoexec.kernels.attention.hopper.tiles import launch_map
 from isoexec.kernels.domain import DomainError, require
 from isoexec.kernels.groups import name_of, resolve
@@ -27,6 +28,7 @@ from isoexec.kernels.latent_attention.hopper.backward import (
     launch_queries,
 )
 from isoexec.kernels.latent_attention.hopper.naive import HEAD, LATENT, ROPE
+from isoexec.kernels.latent_attention.hopper.split import groups_of, launch_split
 from isoexec.kernels.latent_attention.hopper.tiles import (
     PREFILL,
     decode_tile,
@@ -43,6 +45,9 @@ __all__ = ["Plan", "latent_attention", "plan"]
 
 _NAME = "sm90_latent_attention"
 HARDWARE = True  # exp2, log2 and 1 / x of the chip; False is for the interpreter
+FEW_PROGRAMS = (
+    32  # entries times groups of heads up to which decode is split by keys and columns; free of bits
+)
 BUILDS: frozenset[str] = frozenset()
 """Builds of the library that the gate has certified for this function, digests of their files."""
 _admitted: set[str] = set()
@@ -51,6 +56,16 @@ _admitted: set[str] = set()
 def admit(build: str) -> None:
     """Let this process compute with a build that is not certified for latent attention, to certify it."""
     _admitted.add(build)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(segments.Plan):
+    """The tables of one step, as `attention.hopper.ops.Plan`; `maker` computes the segments.
+
+    Own kernels decode from the library's tables, so `provider` is "fa3" wherever those are filled.
+    """
+
+    maker: Maker
 
 
 def _require_library() -> None:
@@ -83,18 +98,19 @@ def plan(
     """
     if provider == "fa3":
         _require_library()
-    return segments.plan(
+    made = segments.plan(
         requests=requests,
         tokens=tokens,
         most_rows=most_rows,
         most_keys=most_keys,
         kv_segment=kv_segment,
         page=page,
-        provider=provider,
+        provider="fa3" if most_rows == 1 else provider,
         gradients=gradients,
         folded=folded,
         device=device,
     )
+    return Plan(**{one.name: getattr(made, one.name) for one in fields(made)}, maker=provider)
 
 
 def _check(
@@ -154,7 +170,7 @@ def _attention(
     owners: Tensor,
     pages: Tensor | None,
     units: Tensor | None,
-    provider: str,
+    maker: str,
     group: str,
     scale: float,
     kv_segment: int,
@@ -170,7 +186,7 @@ def _attention(
     T, H, _ = q_latent.shape
     if not T:
         return _nothing(q_latent, with_lse)
-    if provider == "fa3":
+    if maker == "fa3":
         out, lse = _by_library(
             *(q_rope, q_latent, k_rope, latent, position, own, own_pages, past, past_pages),
             requests=spans.shape[1],
@@ -182,6 +198,12 @@ def _attention(
         )
         return out, _kept(lse, with_lse)
     count = -(-most_keys // kv_segment)
+    entries = own.shape[1] - 1 if single else 0
+    if 0 < entries * groups_of(H) <= FEW_PROGRAMS:
+        sizes = {"requests": spans.shape[1], "kv_segment": kv_segment, "scale": scale, "hardware": HARDWARE}
+        split, totals, lse = launch_split(q_rope, q_latent, k_rope, latent, own, own_pages, **sizes)  # type: ignore[arg-type]
+        slots, each = (x.view(H, count, T).transpose(0, 1) for x in (lse, totals))
+        return _merged(split.view(count, T, H, LATENT), slots, position, kv_segment, with_lse, each)
     tile = decode_tile(H) if single else PREFILL
     held = 1 if single else tokens_of(tile, H)
     device = q_latent.device
@@ -204,14 +226,20 @@ def _attention(
 
 
 def _merged(
-    parts: Tensor, lse: Tensor, position: Tensor, kv_segment: int, with_lse: bool
+    parts: Tensor,
+    lse: Tensor,
+    position: Tensor,
+    kv_segment: int,
+    with_lse: bool,
+    totals: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Parts [n, T, H, 512] and lse [n, H, T], segment by segment, in one: and the merged log-sum-exp [H, T] if it is wanted."""
-    out = torch.empty(parts.shape[1:], dtype=parts.dtype, device=parts.device)
+    """Parts [n, T, H, 512], lse [n, H, T] and `totals` still to be divided by, segment by segment, in one; and lse [H, T]."""
+    out = torch.empty(parts.shape[1:], dtype=torch.bfloat16, device=parts.device)
     whole = torch.empty(lse.shape[1:], dtype=torch.float32, device=lse.device) if with_lse else None
     launch_merge(
         *(None, None, parts, lse, position, None, out),
         kv_segment=kv_segment,
+        totals=totals,
         whole_lse=whole,
         hardware=HARDWARE,
     )
@@ -362,7 +390,7 @@ def _backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 _op = define(
     f"{_NAME}(Tensor q_rope, Tensor q_latent, Tensor k_rope, Tensor latent, Tensor position, Tensor own, "
     "Tensor? own_pages, Tensor past, Tensor? past_pages, Tensor spans, Tensor owners, Tensor? pages, Tensor? units, "
-    "str provider, str group, float scale, int kv_segment, int page, int tokens, int most_rows, int most_keys, "
+    "str maker, str group, float scale, int kv_segment, int page, int tokens, int most_rows, int most_keys, "
     "bool single, bool folded, bool with_lse) -> (Tensor, Tensor)",
     _attention,
     _fake,
@@ -397,7 +425,7 @@ def latent_attention(
     with_lse = step.units is not None and torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     out: Tensor = _op(
         *(*inputs, position, step.own, step.own_pages, step.past, step.past_pages),
-        *(step.spans, step.owners, step.pages, step.units, step.provider, name_of(group), scale),
+        *(step.spans, step.owners, step.pages, step.units, step.maker, name_of(group), scale),
         *(step.kv_segment, step.page, step.tokens, step.most_rows, step.most_keys),
         *(step.single, step.folded, with_lse),
     )[0]

@@ -19,7 +19,6 @@ from interpreted_attention import ints
 from torch import Tensor
 
 from isoexec.kernels.attention.hopper import fa3, tiles
-from isoexec.kernels.attention.hopper import ops as segments
 from isoexec.kernels.attention.hopper.naive import segment
 from isoexec.kernels.domain import DomainError
 from isoexec.kernels.latent_attention.hopper import backward, naive, ops, reference
@@ -113,7 +112,7 @@ class Cache:
 
     def packed(self, **free: Any) -> tuple[Tensor, Tensor]:
         most = max(LENGTHS)
-        step = segments.plan(
+        step = ops.plan(
             requests=len(LENGTHS),
             tokens=STARTS[-1],
             most_rows=most,
@@ -129,7 +128,7 @@ class Cache:
         """Rows through the pages, as an engine's step: (result, the rows' places in the packed batch)."""
         index = torch.cat([STARTS[b] + torch.arange(first, end) for b, first, end in several])
         sizes = [end - first for _, first, end in several]
-        step = segments.plan(
+        step = ops.plan(
             requests=len(several),
             tokens=len(index),
             most_rows=max(sizes),
@@ -151,7 +150,7 @@ def run(step: Any, *tensors: Tensor) -> tuple[Tensor, Tensor]:
     kernel: Any = ops._attention
     found: tuple[Tensor, Tensor] = kernel(
         *(*tensors, step.own, step.own_pages, step.past, step.past_pages),
-        *(step.spans, step.owners, step.pages, step.units, step.provider, "", SCALE),
+        *(step.spans, step.owners, step.pages, step.units, step.maker, "", SCALE),
         *(step.kv_segment, step.page, step.tokens, step.most_rows, step.most_keys),
         *(step.single, step.folded, True),
     )
@@ -185,13 +184,16 @@ def library(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> list[Tensor]:
 
 
 @contextmanager
-def stand_in() -> Iterator[None]:
-    load = fa3.load
+def stand_in(few: int = 0) -> Iterator[None]:
+    """The library's place taken; `few` programs are split."""
+    before, ops.FEW_PROGRAMS = ops.FEW_PROGRAMS, few
+    load, require = fa3.load, ops._require_library
     fa3.load = lambda: library  # type: ignore[assignment]
+    ops._require_library = lambda: None
     try:
         yield
     finally:
-        fa3.load = load
+        fa3.load, ops._require_library, ops.FEW_PROGRAMS = load, require, before
 
 
 @check
@@ -217,10 +219,12 @@ def decode_prefill_and_chunks_through_pages_have_the_bits_of_the_packed_batch() 
         [(0, S - 3, S + 4), (2, 90, 96)],  # draft tokens
         [(1, 6, 7), (2, 5, 5), (0, 60, 61), (3, 0, S + 1)],  # a request without a row
     ):
-        for provider in ("triton", "fa3"):
-            with stand_in():
+        for provider, few in (("triton", 0), ("triton", 1 << 30), ("fa3", 0)):
+            if few and any(end - first > 1 for _, first, end in of):
+                continue
+            with stand_in(few):
                 got, index = cache.spans(of, provider=provider)
-            same(got, want[index], (of, provider))
+            same(got, want[index], (of, provider, few))
     with stand_in():
         got, index = cache.spans([(0, 0, 2 * S)], provider="triton", kv_segment=2 * S)
     other(got, want[index], "another segment")
@@ -230,10 +234,20 @@ def decode_prefill_and_chunks_through_pages_have_the_bits_of_the_packed_batch() 
 def bounds_that_are_not_reached_change_nothing() -> None:
     cache = Cache()
     want, _ = cache.whole()
-    for provider in ("triton", "fa3"):
-        with stand_in():
+    for provider, few in (("triton", 0), ("triton", 1 << 30), ("fa3", 0)):
+        with stand_in(few):
             got, index = cache.spans([(0, 7, 8), (3, 2, 3)], provider=provider, most_keys=5 * S)
-        same(got, want[index], provider)
+        same(got, want[index], (provider, few))
+
+
+@check
+def split_decode_takes_heads_in_groups() -> None:
+    for heads in (17, 20):
+        cache = Cache(heads)
+        want, _ = cache.whole()
+        with stand_in(1 << 30):
+            got, index = cache.spans([(0, S + 1, S + 2), (1, 5, 6)], provider="triton")
+        same(got, want[index], heads)
 
 
 @check
@@ -358,7 +372,7 @@ def the_reference_of_the_gradients_is_the_specification() -> None:
 @check
 def what_is_outside_the_domain_is_refused() -> None:
     cache = Cache()
-    step = segments.plan(
+    step = ops.plan(
         requests=1, tokens=4, most_rows=4, most_keys=9, kv_segment=S, provider="triton", device="cpu"
     )
     q_rope, q_latent, k_rope, latent = (t[:4] for t in cache.x)
