@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode of few requests with the segments' bits, as `attention/hopper/split.py` has it: keys in parallel, then columns.
+
+Only the scores are made otherwise, from both parts of queries and keys. Heads stand in groups that share all keys.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from isoexec.kernels.attention.hopper.naive import constants
+from isoexec.kernels.attention.hopper.split import (
+    MOST_GROUP,
+    Tuning,
+    aside,
+    sums_kernel,
+    values_kernel,
+    weights_kernel,
+)
+from isoexec.kernels.hopper.arithmetic import power_of_two
+from isoexec.kernels.latent_attention.hopper.naive import BLOCK, LATENT, ROPE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["TUNING", "groups_of", "launch_split"]
+
+TUNING = Tuning(
+    columns=32, warps=4, stages=6, score_blocks=1, score_warps=4, score_stages=1, ahead=4, unrolled=2
+)
+
+
+def groups_of(heads: int) -> int:
+    """In how many equal groups heads stand: the fewest whose heads fit a step of the tensor cores."""
+    return next(n for n in range(-(-heads // MOST_GROUP), heads + 1) if heads % n == 0)
+
+
+@triton.jit(do_not_specialize=["B", "tokens", "BLOCKS"])
+def scores_kernel(
+    q_rope: tl.tensor,
+    q_latent: tl.tensor,
+    k_rope: tl.tensor,
+    latent: tl.tensor,
+    table: tl.tensor,
+    pages: tl.tensor,
+    scores: tl.tensor,
+    tops: tl.tensor,
+    B: tl.tensor,
+    tokens: tl.tensor,
+    t_row: tl.tensor,
+    p_row: tl.tensor,
+    qr_row: tl.tensor,
+    qr_head: tl.tensor,
+    ql_row: tl.tensor,
+    ql_head: tl.tensor,
+    r_page: tl.tensor,
+    r_row: tl.tensor,
+    c_page: tl.tensor,
+    c_row: tl.tensor,
+    KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    TURN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCKS: tl.tensor,
+    PAGE: tl.constexpr,
+    PER: tl.constexpr,
+) -> None:
+    """As attention's: fp32 scores and their maxima, block by block, of the entries of a table."""
+    at = tl.program_id(1)
+    e = at // KV
+    used = tl.load(table + 2 * t_row + e)
+    begin = tl.program_id(0) * PER
+    if begin * KEYS < used:
+        row = (tl.load(table + e) - (e // B) * tokens).to(tl.int64)
+        base = tl.load(table + 3 * t_row + e)
+        g = tl.arange(0, 16)
+        turn = tl.arange(0, TURN)
+        d = tl.arange(0, WIDTH)
+        col = tl.arange(0, KEYS)
+        some = g < GROUP
+        head = at % KV * GROUP + g
+        x = tl.load(
+            q_rope + row * qr_row + head[:, None] * qr_head + turn[None, :], mask=some[:, None], other=0.0
+        )
+        y = tl.load(
+            q_latent + row * ql_row + head[:, None] * ql_head + d[None, :], mask=some[:, None], other=0.0
+        )
+        for u in range(PER):
+            i = begin + u
+            key = i * KEYS + col
+            real = key < used
+            if PAGE == 0:
+                at_r = (base + key).to(tl.int64) * r_row
+                at_c = (base + key).to(tl.int64) * c_row
+            else:
+                slot = key // PAGE
+                page = tl.load(pages + e.to(tl.int64) * p_row + slot, mask=slot < p_row, other=0).to(tl.int64)
+                at_r = page * r_page + (key % PAGE) * r_row
+                at_c = page * c_page + (key % PAGE) * c_row
+            turned = tl.load(k_rope + at_r[None, :] + turn[:, None], mask=real[None, :], other=0.0)
+            rows = tl.load(latent + at_c[None, :] + d[:, None], mask=real[None, :], other=0.0)
+            s = tl.dot(y, rows, tl.dot(x, turned, tl.zeros([16, KEYS], tl.float32)))
+            s = tl.where(real[None, :], s, float("-inf"))
+            block = (at * BLOCKS + i).to(tl.int64)
+            written = some & (g * 0 + i * KEYS < used)
+            tl.store(scores + (block * GROUP + g)[:, None] * KEYS + col[None, :], s, mask=written[:, None])
+            tl.store(tops + block * GROUP + g, tl.max(s, axis=1), mask=written)
+
+
+def launch_split(
+    q_rope: Tensor,
+    q_latent: Tensor,
+    k_rope: Tensor,
+    latent: Tensor,
+    table: Tensor,
+    pages: Tensor | None,
+    *,
+    requests: int,
+    kv_segment: int,
+    scale: float,
+    tuning: Tuning = TUNING,
+    hardware: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The entries of a SINGLE table: (o [rows, H, 512] before its division, l [H, rows], lse [H, rows]), all fp32.
+
+    `rows` counts a row a request and segment, as the table does. Rows that no entry has are not written.
+    """
+    T, H, _ = q_latent.shape
+    KV, entries, blocks = groups_of(H), table.shape[1] - 1, -(-kv_segment // BLOCK)
+    group, rows, places = H // KV, entries // requests * T, entries * KV * blocks
+    chains = 4 * power_of_two(group)
+    device = latent.device
+
+    def space(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(count, dtype=dtype, device=device)
+
+    scores, tops, fades = space(places * group * BLOCK), space(places * group), space(places * 16)
+    weights, ordered = space(places * 16 * BLOCK, torch.bfloat16), space(places * chains * (BLOCK // 4))
+    lies = space(entries * blocks * BLOCK, torch.int32)
+    out, total = space(rows * H * LATENT), space(H * rows)
+    lse = torch.empty_like(total)
+    paged = table if pages is None else pages
+    c, c_ln2 = constants(scale)
+    both: dict[str, Any] = {"KV": KV, "GROUP": group, "KEYS": BLOCK, "BLOCKS": blocks}
+    page = 0 if pages is None else latent.shape[1]
+    most = power_of_two(blocks)
+    plain = {"enable_fp_fusion": False}
+    scores_kernel[(-(-blocks // tuning.score_blocks), entries * KV)](
+        *(q_rope, q_latent, k_rope, latent, table, paged, scores, tops, requests, T),
+        *(table.stride(0), paged.stride(0)),
+        *(q_rope.stride(0), q_rope.stride(1), q_latent.stride(0), q_latent.stride(1)),
+        *(k_rope.stride(0), k_rope.stride(-2), latent.stride(0), latent.stride(-2)),
+        **both,
+        TURN=ROPE,
+        WIDTH=LATENT,
+        PAGE=page,
+        PER=tuning.score_blocks,
+        num_warps=tuning.score_warps,
+        num_stages=tuning.score_stages,
+        **plain,
+    )
+    weights_kernel[(blocks, entries * KV)](
+        *(table, scores, tops, weights, ordered, fades, paged, lies, c, table.stride(0), paged.stride(0)),
+        **both,
+        CHAINS=chains,
+        WIDTH=BLOCK,
+        PAGE=page,
+        MOST=most,
+        HARDWARE=hardware,
+        num_warps=4,
+        **plain,
+    )
+    with aside(device) as join:
+        sums_kernel[(entries * KV,)](
+            *(table, ordered, fades, tops, total, lse, c_ln2, rows, table.stride(0)),
+            **both,
+            CHAINS=chains,
+            MOST=most,
+            AHEAD=tuning.ahead,
+            HARDWARE=hardware,
+            num_warps=1,
+            **plain,
+        )
+    values_kernel[(LATENT // tuning.columns, entries * KV)](
+        *(latent, table, lies, weights, fades, out, table.stride(0)),
+        *(latent.stride(0), latent.stride(-2), 0),  # all groups have the same values
+        **both,
+        D=LATENT,
+        WIDTH=BLOCK,
+        PAGE=page,
+        COLUMNS=tuning.columns,
+        UNROLLED=tuning.unrolled,
+        num_warps=tuning.warps,
+        num_stages=tuning.stages,
+        **plain,
+    )
+    join()
+    return out.view(rows, H, LATENT), total.view(H, rows), lse.view(H, rows)
