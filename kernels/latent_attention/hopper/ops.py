@@ -21,6 +21,7 @@ from isoexec.kernels.attention.hopper.tiles import launch_map
 from isoexec.kernels.domain import DomainError, require
 from isoexec.kernels.groups import name_of, resolve
 from isoexec.kernels.hopper.library import define
+from isoexec.kernels.latent_attention.hopper import tiles
 from isoexec.kernels.latent_attention.hopper.backward import (
     Operands,
     launch_delta,
@@ -29,12 +30,6 @@ from isoexec.kernels.latent_attention.hopper.backward import (
 )
 from isoexec.kernels.latent_attention.hopper.naive import HEAD, LATENT, ROPE
 from isoexec.kernels.latent_attention.hopper.split import groups_of, launch_split
-from isoexec.kernels.latent_attention.hopper.tiles import (
-    PREFILL,
-    decode_tile,
-    launch_tiles,
-    tokens_of,
-)
 from isoexec.kernels.linear.hopper import transport
 
 if TYPE_CHECKING:
@@ -45,9 +40,7 @@ __all__ = ["Plan", "latent_attention", "plan"]
 
 _NAME = "sm90_latent_attention"
 HARDWARE = True  # exp2, log2 and 1 / x of the chip; False is for the interpreter
-FEW_PROGRAMS = (
-    32  # entries times groups of heads up to which decode is split by keys and columns; free of bits
-)
+FEW_PROGRAMS = 32  # entries times groups of heads up to which decode is split; free of bits
 BUILDS: frozenset[str] = frozenset()
 """Builds of the library that the gate has certified for this function, digests of their files."""
 _admitted: set[str] = set()
@@ -204,15 +197,15 @@ def _attention(
         split, totals, lse = launch_split(q_rope, q_latent, k_rope, latent, own, own_pages, **sizes)  # type: ignore[arg-type]
         slots, each = (x.view(H, count, T).transpose(0, 1) for x in (lse, totals))
         return _merged(split.view(count, T, H, LATENT), slots, position, kv_segment, with_lse, each)
-    tile = decode_tile(H) if single else PREFILL
-    held = 1 if single else tokens_of(tile, H)
+    tile = tiles.decode_tile(H) if single else tiles.PREFILL
+    held = 1 if single else tiles.tokens_of(tile, H)
     device = q_latent.device
     if not single:
         owners = torch.empty(2, T // held + spans.shape[1], dtype=torch.int32, device=device)
         launch_map(spans[1], owners, unit=held)
     parts = torch.empty(count, T, H, LATENT, dtype=torch.bfloat16, device=device)
     lse = torch.empty(count, H, T, dtype=torch.float32, device=device)
-    launch_tiles(
+    tiles.launch_tiles(
         *(q_rope, q_latent, k_rope, latent, parts, lse, spans, owners, pages),
         scale=scale,
         kv_segment=kv_segment,
