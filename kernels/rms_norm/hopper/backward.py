@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["launch_gradient", "launch_total", "launch_trees"]
 
 _PROGRAM = 2048  # elements of a token that a program takes where they are few
+_WIDE = 1024  # widths from which a program takes one row, its loads further ahead; measured
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -176,7 +177,10 @@ def launch_gradient(
     if not tokens:
         return chains
     padded = power_of_two(width)
-    per = rows_per_program or max(1, min(_PROGRAM // padded, power_of_two(-(-count * heads // 264))))
+    wide = padded >= _WIDE
+    most = 1 if wide else _PROGRAM // padded
+    per = rows_per_program or max(1, min(most, power_of_two(-(-count * heads // 264))))
+    warps = (8 if padded > 2 * _WIDE else 4) if wide else max(1, min(8, per * padded // 256))
     z = x if gate is None else gate
     gradient_kernel[(-(-count * heads // per),)](
         g,
@@ -198,12 +202,12 @@ def launch_gradient(
         PADDED=padded,
         ROWS=per,
         CHAIN=TOKENS,
-        STAGES=stages or 2,
+        STAGES=stages or (3 if wide else 2),
         SCALE=scale,
         MEAN=mean,
         GATED=gate is not None,
         ADD=g_sum is not None,
-        num_warps=num_warps or max(1, min(8, per * padded // 256)),
+        num_warps=num_warps or warps,
         enable_fp_fusion=fused_multiply_add,
     )
     return chains

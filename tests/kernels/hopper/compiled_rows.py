@@ -49,16 +49,16 @@ def _norms(compiled: Compile) -> dict[str, dict[str, Any]]:
     )
     types |= {"chains": F, "eps": "fp32"}
     fixed = {"MEAN": True, "SCALE": 1, "ADD": False, "GATED": False, "CHAIN": 16, "STAGES": 2}
-    for name, heads, width, per, changed in (
-        ("rms_norm gradient 4096", 1, 4096, 1, {"ADD": True}),
-        ("rms_norm gradient 1024", 1, 1024, 2, {"ADD": True, "SCALE": 2}),
-        ("rms_norm gradient 128", 32, 128, 16, {}),
-        ("rms_norm gated gradient", 32, 128, 16, {"GATED": True}),
-        ("l2_norm gradient", 16, 128, 16, {"SCALE": 0, "MEAN": False}),
+    for name, heads, width, per, warps, changed in (
+        ("rms_norm gradient 4096", 1, 4096, 1, 8, {"ADD": True, "STAGES": 3}),
+        ("rms_norm gradient 1024", 1, 1024, 1, 4, {"ADD": True, "SCALE": 2, "STAGES": 3}),
+        ("rms_norm gradient 128", 32, 128, 16, 8, {}),
+        ("rms_norm gated gradient", 32, 128, 16, 8, {"GATED": True}),
+        ("l2_norm gradient", 16, 128, 16, 8, {"SCALE": 0, "MEAN": False}),
     ):
         cut = {"HEADS": heads, "WIDTH": width, "PADDED": width, "ROWS": per}
         found[name] = compiled(
-            backward.gradient_kernel, types, fixed | cut | changed, num_warps=8, enable_fp_fusion=False
+            backward.gradient_kernel, types, fixed | cut | changed, num_warps=warps, enable_fp_fusion=False
         )
     types = {"sums": F, "trees": F, "chains": I}
     cut = {"WIDTH": 4096, "TREE": 64, "COLUMNS": 32}
