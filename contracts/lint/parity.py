@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
+from isoexec.contracts.composites import COMPOSITES, apart
 from isoexec.contracts.lint import Found, rule
 from isoexec.contracts.lint.tables import entry
 from isoexec.contracts.parts import Binding, Tolerance
@@ -22,8 +23,9 @@ def _schedule(binding: Binding) -> tuple[str, tuple[str, ...]]:
 
 
 def _owners(contract: Contract, op: str, group: Sequence[str]) -> list[Binding]:
-    """Return the entries that own an operator in a group's cases; none where a case has two, which is IX002's."""
-    owners = [b for b in contract.composition if op in b.ops and set(group) & set(b.cases)]
+    """Return the entries, fused ones taken apart, that own an operator in a group's cases; none where a case has two (IX002)."""
+    entries = [part for one in contract.composition for part in apart(one)]
+    owners = [b for b in entries if op in b.ops and set(group) & set(b.cases)]
     twice = any(sum(case in b.cases for b in owners) > 1 for case in group)
     return [] if twice else owners
 
@@ -33,7 +35,8 @@ def one_schedule_in_a_group(contract: Contract) -> Iterator[Found]:
     """Cases claimed bitwise bind every operator to one function with one set of constants.
 
     A function is an exact rounding schedule: two of them, or two sets of constants, are two different bits. What may
-    differ between engine and trainer is the provider, each with evidence that its bits are the function's.
+    differ between engine and trainer is the provider, each with evidence that its bits are the function's. A function
+    that is defined as others one after the other (contracts/composites.py) counts as those.
 
     Breach: the engine's entry of attention has kv_segment 32, the trainer's 64, and the two cases are claimed bitwise.
 
@@ -57,7 +60,7 @@ def regions_are_cut_alike(contract: Contract) -> Iterator[Found]:
 
     Where a region ends a value is rounded. A region that fuses two operators in one case and not in another may round in
     other places, though the function's name is the same. One record whose parity check covers all their cases shows
-    that it does not.
+    that it does not. A function that is defined as others one after the other rounds between them as they do.
 
     Breach: the engine owns residual_add and input_norm in one region norm, the trainer in two, each with its own record.
 
@@ -67,7 +70,7 @@ def regions_are_cut_alike(contract: Contract) -> Iterator[Found]:
     for group in contract.claims.bitwise:
         for op in contract.model.ops:
             owners = _owners(contract, op, group)
-            cuts = {(one.region, tuple(sorted(one.ops))) for one in owners}
+            cuts = {(one.region, tuple(sorted(one.ops))) for one in owners if one in contract.composition}
             proofs = {one.discharge.evidence for one in owners if one.discharge.kind == "evidence"}
             proven = len(proofs) == 1 and all(one.discharge.kind == "evidence" for one in owners)
             if len(cuts) > 1 and len({_schedule(one) for one in owners}) == 1 and not proven:
@@ -77,6 +80,27 @@ def regions_are_cut_alike(contract: Contract) -> Iterator[Found]:
                     f"cases claimed bitwise own {op} in regions that are cut differently: {names}",
                     "cut the regions alike, or discharge the entries by one record",
                 )
+
+
+@rule("IX069")
+def a_fused_entry_owns_what_it_fuses(contract: Contract) -> Iterator[Found]:
+    """An entry whose function is others one after the other owns the operators of those, each one and no other.
+
+    Such a function has the bits of its parts because nothing stands between them. With another operator in the entry, or
+    one of its own left to another entry, something does.
+
+    Breach: linear_logprobs.mma_blocks/1 is bound to token_logprob, and lm_head has an entry of its own.
+
+    Fix: give the entry the operators of its parts, or bind the parts.
+    """
+    for binding in contract.composition:
+        wanted = [stage.op for stage in COMPOSITES.get(binding.function, ())]
+        if wanted and sorted(wanted) != sorted(binding.ops):
+            yield (
+                f"{entry(contract, binding)}.ops",
+                f"{binding.function} computes {', '.join(wanted)}, and the entry owns {', '.join(binding.ops)}",
+                "own those, or bind the functions it is made of",
+            )
 
 
 @rule("IX015", "warning")

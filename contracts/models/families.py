@@ -35,6 +35,7 @@ from isoexec.contracts.models.regions import (
     SM90_TRAINER,
     SOFTMAX,
     SOFTMAX_TOPK,
+    STEP,
     TREE,
     Degrees,
     Facts,
@@ -74,7 +75,7 @@ class Family:
     @property
     def ops(self) -> tuple[str, ...]:
         """The operators of the forward, in the order of their regions."""
-        return tuple(op for part in self.parts if not part.cases for op in part.ops)
+        return tuple(dict.fromkeys(op for part in self.parts if part.cases != STEP.cases for op in part.ops))
 
 
 _HYBRID_ABOUT = (

@@ -8,9 +8,9 @@ be computed, and adapters refuse to run it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from isoexec.contracts.parts import Value
+from isoexec.contracts.parts import CASES, Value
 
 __all__ = [
     "ATTENTION",
@@ -41,6 +41,7 @@ __all__ = [
     "SM90_TRAINER",
     "SOFTMAX",
     "SOFTMAX_TOPK",
+    "STEP",
     "TREE",
     "Admitted",
     "Degrees",
@@ -127,13 +128,17 @@ PROVIDERS: dict[str, dict[str, Admitted]] = {
         "silu_mul.poly/1": Admitted(name="isoexec.kernels.silu_mul.hopper"),
         "gate.sigmoid_mul/1": Admitted(name="isoexec.kernels.sigmoid_mul.hopper"),
         "logprobs.blocks/2": Admitted(name="isoexec.kernels.logprobs.hopper"),
+        "linear_logprobs.mma_blocks/1": Admitted(name="isoexec.kernels.linear_logprobs.hopper"),
         "grad_norm.exact/1": Admitted(name="isoexec.kernels.grad_norm.hopper"),
     },
 }
 """Arch -> function -> who is admitted to compute it there; `isoexec provider list` knows more."""
 
+ENGINE_CASES, TRAINER_CASES = (
+    tuple(case for case, of in CASES.items() if of == role) for role in ("engine", "trainer")
+)
 _GRAD = ("trainer_fwd", "trainer_recompute")
-_STEP = Part(
+STEP = Part(
     region="grad_norm", ops=("grad_norm",), function="grad_norm.exact/1", constants={"bits": 62}, cases=_GRAD
 )
 EMBEDDING = Part(region="embedding", ops=("embed",), function="embedding.lookup/1", route="canonical")
@@ -246,7 +251,7 @@ _CPU_HEAD = (
         function="logprobs.leaves/1",
         constants={"vocab_leaves": 8},
     ),
-    _STEP,
+    STEP,
 )
 
 
@@ -379,15 +384,25 @@ ATTENTION = Part(
     function="attention.mma_segments/1",
     constants={"kv_segment": 4096},
 )
+_LEAVES: Mapping[str, Value] = {"block": 128, "vocab_leaves": 8}
+# an engine samples from logits; a trainer needs none, and has the same bits of both together (contracts/composites.py)
 HEAD = (
-    linear("lm_head", "lm_head", boundary="float32"),
+    replace(linear("lm_head", "lm_head", boundary="float32"), cases=ENGINE_CASES),
     Part(
         region="logprobs",
         ops=("token_logprob",),
         function="logprobs.blocks/2",
-        constants={"block": 128, "vocab_leaves": 8},
+        constants=_LEAVES,
+        cases=ENGINE_CASES,
     ),
-    _STEP,
+    Part(
+        region="head_logprobs",
+        ops=("lm_head", "token_logprob"),
+        function="linear_logprobs.mma_blocks/1",
+        constants={**_MMA, **_LEAVES},
+        cases=TRAINER_CASES,
+    ),
+    STEP,
 )
 
 

@@ -45,6 +45,7 @@ SILU, ATTENTION, LINEAR, LIBRARY = (
     "linear.chain/1",
     "linear.library/1",
 )
+FUSED = "linear_logprobs.mma_blocks/1"
 Data = dict[str, Any]
 
 
@@ -216,6 +217,19 @@ def _cut_norm(bench: Bench) -> None:
     bench.data["composition"].append({**entry, "region": "norm_residual", "ops": ["residual_add"]})
 
 
+def _fused_of_one(bench: Bench) -> None:
+    """The scoring case binds a fused function to its last operator alone."""
+    constants = {"step": 16, "accumulate": "float32", "block": 128, "vocab_leaves": 8}
+    bench.split("logprobs", "trainer_score", function=FUSED, constants=constants)
+    other = {
+        **bench.provider("logprobs.leaves/1"),
+        "name": "own.fused",
+        "function": FUSED,
+        "roles": ["trainer"],
+    }
+    bench.data["providers"].append(other)
+
+
 def _grad_norm_everywhere(bench: Bench) -> None:
     bench.region("grad_norm")["cases"].append("engine_decode")
     bench.provider("grad_norm.exact/1")["roles"].append("engine")
@@ -371,6 +385,7 @@ BROKEN: tuple[Broken, ...] = (
     Broken("regions_cut_differently", "IX010", _cut_norm, _another_record("norm", "trainer")),
     Broken("region_of_some_cases", "IX010", lambda b: b.split("silu_mul", "trainer", region="silu_mul_trainer"),
            _another_record("silu_mul", "trainer")),
+    Broken("fused_without_its_head", "IX069", _fused_of_one),
     Broken("two_versions_in_a_group", "IX015", _two_versions),
     Broken("tolerance_on_a_bitwise_pair", "IX030", lambda b: b.claims["tolerances"].append(
         {**b.claims["tolerances"][0], "cases": ["engine_prefill", "trainer_fwd"]})),

@@ -29,7 +29,7 @@ RECORD = "sha256:" + "b" * 64
 
 # regions of today's shipped contracts that nothing may be installed for, by why; no GPU has proven the sm90 kernels as they are
 _LINEAR = {"column_linear", "lm_head", "row_linear"}
-_DENSE = _LINEAR | {"embedding", "grad_norm", "logprobs", "norm", "rope", "silu_mul"}
+_DENSE = _LINEAR | {"embedding", "grad_norm", "head_logprobs", "logprobs", "norm", "rope", "silu_mul"}
 _MOE = {"combine", "dispatch", "expert_linear", "router", "routing"}
 _GQA = _DENSE | {"attention", "qk_norm"}
 _MLA = {"no evidence": _DENSE | _MOE | {"absorbed_linear", "attention", "latent_linear", "latent_norm"}}

@@ -248,9 +248,10 @@ def test_for_says_the_same_as_json(capsys: Capture) -> None:
     assert (told["usable"], one["contract"], one["role"]) == (False, "mimo-dense-sm90", "engine")
     assert one["facts"]["attention_bias"] is True
     assert [fact["fact"] for fact in one["refused"]] == ["arch"]
-    assert {state["region"] for state in one["regions"]} == {
-        name for name in Contract.load(library("mimo-dense-sm90")).regions if name != "grad_norm"
-    }
+    bound = Contract.load(library("mimo-dense-sm90")).composition
+    of_the_engine = {b.region for b in bound if any(case.startswith("engine") for case in b.cases)}
+    assert {state["region"] for state in one["regions"]} == of_the_engine
+    assert {"lm_head", "logprobs"} <= of_the_engine
 
 
 def test_for_takes_a_contract_of_ones_own_and_exits_0_where_it_may_run(
