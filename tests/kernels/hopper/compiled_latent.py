@@ -8,12 +8,14 @@ from typing import Any
 
 from compiled import compiled  # type: ignore[import-not-found]
 
-from isoexec.kernels.latent_attention.hopper import backward, reference, tiles
+from isoexec.kernels.attention.hopper.split import values_kernel
+from isoexec.kernels.latent_attention.hopper import backward, reference, split, tiles
 from isoexec.kernels.latent_attention.hopper.naive import BLOCK, LATENT, ROPE
 
 _KINDS = {
-    **dict.fromkeys(("lse", "delta", "acc"), "*fp32"),
-    **dict.fromkeys(("spans", "owners", "units", "pages"), "*i32"),
+    **dict.fromkeys(("v", "weights"), "*bf16"),
+    **dict.fromkeys(("lse", "delta", "acc", "scores", "tops", "fades"), "*fp32"),
+    **dict.fromkeys(("spans", "owners", "units", "pages", "table", "lies"), "*i32"),
     **dict.fromkeys(("scale", "c", "c_ln2"), "fp32"),
     **dict.fromkeys(
         ("q_rope", "q_latent", "k_rope", "latent", "out", "dout", "dq_rope", "dq_latent"), "*bf16"
@@ -21,8 +23,10 @@ _KINDS = {
 }
 
 
-def _compiled(of: Any, constants: dict[str, Any], **options: Any) -> dict[str, Any]:
-    kinds = {n: _KINDS.get(n, "i32") for n in of.arg_names if n not in constants}
+def _compiled(of: Any, constants: dict[str, Any], *, out: str = "*bf16", **options: Any) -> dict[str, Any]:
+    kinds = {n: _KINDS.get(n, "i32") for n in of.arg_names if n not in constants} | (
+        {"out": out} if "out" in of.arg_names else {}
+    )
     found: dict[str, Any] = compiled(of, kinds, constants, enable_fp_fusion=False, **options)
     return found
 
@@ -54,6 +58,21 @@ def main() -> None:
         results[name] = _compiled(
             tiles.tile_kernel, {**halves, **cut}, num_warps=tile.warps, num_stages=tile.stages
         )
+    tuning, groups = split.TUNING, split.groups_of(16)
+    cut = {"KV": groups, "GROUP": 16, "KEYS": BLOCK, "PAGE": 64}
+    results["split scores"] = _compiled(
+        split.scores_kernel,
+        {**cut, **widths, "PER": tuning.score_blocks},
+        num_warps=tuning.score_warps,
+        num_stages=tuning.score_stages,
+    )
+    results["split values"] = _compiled(
+        values_kernel,
+        {**cut, "D": LATENT, "WIDTH": BLOCK, "COLUMNS": tuning.columns, "UNROLLED": tuning.unrolled},
+        out="*fp32",
+        num_warps=tuning.warps,
+        num_stages=tuning.stages,
+    )
     for name, kernel, tile, more in (
         ("queries", backward.query_kernel, backward.QUERIES, {}),
         ("keys", backward.key_kernel, backward.KEYS, {"CONTINUE": False}),

@@ -22,7 +22,7 @@ from isoexec.kernels.attention.hopper.tiles import Tile
 from isoexec.kernels.gates import degrees
 from isoexec.kernels.latent_attention.hopper import gate, ops, reference
 
-S = 80  # a block and a part of one
+S = 96  # a block and a half, in whole pages by halves too
 BUILD = "a stand-in"
 
 
@@ -32,9 +32,9 @@ def main() -> None:
         all="ignore"
     )  # a row that sees no key of a segment divides by zero there; the merge does not read it
     replace(
-        gate, HEADS=(4,), MANY=66, MORE=5, SHORT=70, PAGES=(16,), DRAFTS=(2, 5), PADDING=9, REQUESTS=(2, 7)
+        gate, HEADS=(2,), MANY=66, MORE=6, SHORT=20, PAGES=(16,), DRAFTS=(2, 5), PADDING=9, REQUESTS=(2, 7)
     )
-    replace(gate, TRAINED=((70, 1, 17), ()), TILES=(Tile(rows=32, warps=4, stages=1),))
+    replace(gate, TRAINED=((40, 1, 17), ()), TILES=(Tile(rows=32, warps=4, stages=1),))
     replace(degrees, most_ranks=lambda _: 1)  # ranks would not share this interpreter
     replace(fa3, identity=lambda: SimpleNamespace(build=BUILD), load=lambda: library)
     replace(ops, BUILDS=frozenset({BUILD}), HARDWARE=False)
