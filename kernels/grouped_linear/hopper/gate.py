@@ -22,7 +22,8 @@ from isoexec.kernels.gates.recipes import gradients, trainer_forwards
 from isoexec.kernels.grouped_linear.hopper import naive, ops
 from isoexec.kernels.grouped_linear.hopper.candidates import TILES
 from isoexec.kernels.grouped_linear.hopper.kernel import launch, launch_weight, reference, weight_reference
-from isoexec.kernels.linear.hopper import chains
+from isoexec.kernels.linear.hopper import chains, transport
+from isoexec.kernels.linear.hopper.gate import transports
 
 GATE = Gate("linear.grouped_mma_chain/1", "sm90")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -148,8 +149,15 @@ def _case_parity(run: Run) -> None:
     _controls(run)
 
 
-def ranks(rank: int, size: int, group: ProcessGroup | None, device: str, axis: str) -> list[Tensor]:
-    """Both linears of experts and all gradients, where ranks shard each expert (ETP), share experts out (EP), or do neither."""
+def ranks(
+    rank: int, size: int, group: ProcessGroup | None, device: str, axis: str, name: str | None = None
+) -> list[Tensor]:
+    """Both linears of experts and all gradients, where ranks shard each expert (ETP), share experts out (EP), or do neither.
+
+    `name` is the transport over which an accumulator is handed on.
+    """
+    if axis == "ETP":
+        transport.use(name)
     E, N, H, F = SHARED
     x, dy = fill(100, H, salt=1, dtype=BF16).to(device), fill(100, H, salt=5, dtype=BF16).to(device)
     up = fill(E, N, H, salt=3, dtype=BF16, scale=(3 / H) ** 0.5).to(device)
@@ -171,7 +179,10 @@ def ranks(rank: int, size: int, group: ProcessGroup | None, device: str, axis: s
         half = h.shape[1] // 2
         return ops.row_grouped_linear(h[:, :half] * h[:, half:], w_out, ends, group=etp)
 
-    return [t.cpu() for t in gradients(layer, [x, up, down], dy)]
+    done = [t.cpu() for t in gradients(layer, [x, up, down], dy)]
+    if etp is not None:
+        transport.finish(etp)
+    return done
 
 
 def _whole(found: list[list[Tensor]], axis: str) -> list[Tensor]:
@@ -197,11 +208,13 @@ def _partition(run: Run) -> None:
     whole = run.ranks(1, ranks, device, "TP")[0]
     for axis in ("TP", "SP", "EP", "ETP"):
         for size in degrees(run, axis, DEGREES):
-            found = run.ranks(size, ranks, device, axis)
-            run.equal(_whole(found, axis), whole)
-            if axis == "ETP":
-                for one in found:
-                    run.equal(one[:2], whole[:2])
+            handed = axis == "ETP" and size > 1
+            for name in run.over("transport", transports(run, size)) if handed else (None,):
+                found = run.ranks(size, ranks, device, axis, name)
+                run.equal(_whole(found, axis), whole)
+                if axis == "ETP":
+                    for one in found:
+                        run.equal(one[:2], whole[:2])
     experts, N, K = PLANTED
     x, w, offsets = operands(run, FEW, experts, N, K)
     want = reference(x, w, offsets, None, FP32)

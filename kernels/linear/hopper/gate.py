@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-__all__ = ["GATE", "ROWS", "chain_controls", "claimed", "operands", "out_dtype", "weights"]
+__all__ = ["GATE", "ROWS", "chain_controls", "claimed", "operands", "out_dtype", "transports", "weights"]
 
 GATE = Gate("linear.mma_chain/1", "sm90")
 RANKS = (1, 2, 4, 8)
@@ -264,7 +264,7 @@ def _input_gradient_in_laps(run: Run, x: Tensor, w: Tensor) -> None:
         run.equal(acc.bfloat16(), whole)
 
 
-def _transports(rank: int, size: int, group: ProcessGroup | None, device: str) -> dict[str, Tensor]:
+def able(rank: int, size: int, group: ProcessGroup | None, device: str) -> dict[str, Tensor]:
     """Which transports this rank could use."""
     del size
     assert group is not None
@@ -368,19 +368,22 @@ def faults(rank: int, size: int, group: ProcessGroup | None, name: str, device: 
     return {what: t.cpu() for what, t in found.items()}
 
 
+def transports(run: Run, size: int) -> list[str]:
+    """Which transports every one of `size` ranks could use."""
+    votes = run.ranks(size, able, run.device.type)
+    return [name for name in votes[0] if all(bool(vote[name]) for vote in votes)]
+
+
 def _real_ranks(run: Run) -> None:
     device = run.device.type
     narrow = run.pick(SHARED_WEIGHTS[:1], SHARED_WEIGHTS)
     whole: dict[tuple[tuple[int, int], int], dict[str, list[Tensor]]] = {}
-    able: dict[int, list[str]] = {}
+    served: dict[int, list[str]] = {}
     for axis, sp in (("TP", False), ("SP", True)):
         for size in degrees(run, axis, RANKS):
-            if size == 1:
-                names = ["none"]
-            elif size not in able:
-                votes = run.ranks(size, _transports, device)
-                able[size] = [name for name in votes[0] if all(bool(vote[name]) for vote in votes)]
-            names = ["none"] if size == 1 else able[size]
+            if size > 1 and size not in served:
+                served[size] = transports(run, size)
+            names = ["none"] if size == 1 else served[size]
             for name in run.over("transport", names):
                 for weight in narrow:
                     if weight[0] % (32 * size) or weight[1] % (16 * size):
