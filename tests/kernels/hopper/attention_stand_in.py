@@ -3,7 +3,7 @@
 
 In place of FlashAttention-3 is a function with its signature that evaluates the specification; so what is checked is which rows
 and keys each call names, how the calls are put together, and the merge. The library's bits need a GPU. The interpreter pays for
-each operation, not for each number: `quickly` takes two kernels of many small operations by their specification, and checks of
+each operation, not for each number: `quickly` takes some kernels of many small operations by their specification, and checks of
 their own run the kernels.
 """
 
@@ -45,15 +45,16 @@ def _wide(name: str) -> Callable[[Any, Any], Any]:
 interpreter.InterpreterBuilder.create_exp2 = _wide("exp2")
 interpreter.InterpreterBuilder.create_log2 = _wide("log2")
 launch_merge, in_order = kernel.launch_merge, tiles.in_order
+launch_segment, chain, exp2 = reference.launch_segment, reference.chain, reference.exp2
 
 
 def specified_rows(
-    q: Tensor, k: Tensor, v: Tensor, limit: Tensor, scale: float, block: int = 0
+    q: Tensor, k: Tensor, v: Tensor, limit: Tensor, scale: float, block: int = 0, low: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One segment, all heads: row i sees limit[i] keys."""
+    """One segment, all heads: row i sees the keys low[i] .. limit[i] - 1."""
     group = q.shape[1] // k.shape[1]
     found = [
-        naive.segment(q[:, h], k[:, h // group], v[:, h // group], limit, scale, block)
+        naive.segment(q[:, h], k[:, h // group], v[:, h // group], limit, scale, block, low)
         for h in range(q.shape[1])
     ]
     return torch.stack([o for o, _ in found], 1), torch.stack([lse for _, lse in found])
@@ -169,31 +170,69 @@ def added_in_order(lanes: Any, x: Any, r: Any, FIRST: bool, ROWS: int, N: int) -
     return tl.tensor(interpreter.TensorHandle(found, tl.float32), lanes.type)
 
 
-def _take(merge: Callable[..., None], order: Callable[..., Any]) -> None:
+def specified_segment(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    visible: int,
+    scale: float,
+    hardware: bool = True,
+    window: int = 0,
+    keys: int = 0,
+    ascending: bool = False,
+    num_warps: int = 4,
+) -> None:
+    """`reference.launch_segment` by the specification, which has no walk upwards."""
+    assert not hardware
+    if ascending:
+        launch_segment(
+            *(q, k, v, out, lse), visible=visible, scale=scale, hardware=False, ascending=True, rows=64
+        )
+        return
+    places = visible + torch.arange(len(q))
+    low = (places - window).clamp(min=0) if window else None
+    block = keys or (naive.WINDOW_BLOCK if window else naive.BLOCK)[q.shape[-1]]
+    out[:], lse[:] = specified_rows(q, k, v, places.clamp(max=len(k)), scale, block, low)
+
+
+def specified_exp2(x: Tensor, hardware: bool = True) -> Tensor:
+    """`reference.exp2` by the specification."""
+    assert not hardware
+    return naive._exp2(x)
+
+
+def _take(quick: bool) -> None:
     holders: tuple[Any, ...] = (kernel, ops, reference)
     for holder in holders:
-        holder.launch_merge = merge
-    tiles.in_order = order
+        holder.launch_merge = specified_merge if quick else launch_merge
+    tiles.in_order = added_in_order if quick else in_order
+    slow: Any = reference
+    slow.launch_segment = specified_segment if quick else launch_segment
+    slow.chain = naive._chain if quick else chain
+    slow.exp2 = specified_exp2 if quick else exp2
 
 
 @contextmanager
 def quickly() -> Iterator[None]:
-    """Merges, and sums in a lane's order, by their specification."""
-    _take(specified_merge, added_in_order)
+    """Merges, sums in a lane's order, and the reference's segments and chains by their specification."""
+    _take(True)
     try:
         yield
     finally:
-        _take(launch_merge, in_order)
+        _take(False)
 
 
 @contextmanager
 def slowly() -> Iterator[None]:
     """Within `quickly`: by the kernels after all."""
-    _take(launch_merge, in_order)
+    _take(False)
     try:
         yield
     finally:
-        _take(specified_merge, added_in_order)
+        _take(True)
 
 
 def run(step: Plan, q: Tensor, k: Tensor, v: Tensor, position: Tensor, sinks: Tensor | None = None) -> Tensor:

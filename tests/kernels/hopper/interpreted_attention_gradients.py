@@ -10,11 +10,11 @@ from typing import Any
 import interpreted as base  # type: ignore[import-not-found]  # patches the interpreter; first
 import numpy as np
 import torch
-from attention_stand_in import D, ints, quickly  # type: ignore[import-not-found]
+from attention_stand_in import D, chain, exp2, ints, quickly, slowly  # type: ignore[import-not-found]
 from interpreted import other, poisoned, rand, same
 from torch import Tensor
 
-from isoexec.kernels.attention.hopper import backward, naive, tiles
+from isoexec.kernels.attention.hopper import backward, naive, reference, tiles
 
 CHECKS: dict[str, Callable[[], None]] = {}
 
@@ -79,6 +79,26 @@ class Packed:
             assert x is not None
             assert not x[-1].any()
         return [x[:-1] if i < 3 else x for i, x in enumerate(found) if x is not None]
+
+
+@check
+def the_references_chains_exponentials_and_gradients_have_their_specifications_bits() -> None:
+    for M, N, K in ((5, 80, 48), (70, 16, 33)):
+        x, w, acc = rand(M, K), rand(N, K), rand(M, N, dtype=torch.float32)
+        same(chain(x, w, acc), naive._chain(x, w, acc), (M, N, K))
+        same(chain(x.t().contiguous().t(), w, acc), naive._chain(x, w, acc), "a view")
+    x = rand(5000, dtype=torch.float32, scale=20.0)
+    same(exp2(x, hardware=False), naive._exp2(x))
+    packed = Packed((37,), 2, 1, D, window=9, sinks=True)
+    rows = [x[:37] for x in (packed.g, packed.q, packed.k, packed.v, packed.out)]
+    given = {"window": 9, "sinks": packed.sinks}
+    with slowly():
+        found = reference.gradients(*rows, packed.lse[:, :37], packed.scale, **given, hardware=False)  # type: ignore[arg-type, call-arg]
+    want = naive.gradients(*rows, packed.lse[:, :37], packed.scale, **given)  # type: ignore[arg-type, call-arg]
+    for a, b in zip(found, want, strict=True):
+        assert a is not None
+        assert b is not None
+        same(a, b, "gradients")
 
 
 def walk(hold: int, step: int, *, apart: bool = False) -> backward.Walk:

@@ -21,7 +21,7 @@ from attention_stand_in import (  # type: ignore[import-not-found]
 )
 from interpreted import other, poisoned, rand, same
 
-from isoexec.kernels.attention.hopper import kernel, naive, ops, tiles
+from isoexec.kernels.attention.hopper import kernel, naive, ops, reference, tiles
 
 CHECKS: dict[str, Callable[[], None]] = {}
 
@@ -98,6 +98,18 @@ def the_kernels_that_the_other_checks_take_by_their_specification_have_its_bits(
             for got in found:
                 same(got[0], want[0][-5:], (width, window))
                 same(got[1], want[1][:, -5:], (width, window))
+
+
+@check
+def the_reference_s_windows_have_their_specifications_bits() -> None:
+    for width, n, window in ((D, 90, 33), (256, 70, 9), (D, 40, 1)):
+        q, k, v = rand(n, 2, width, scale=2.0), rand(n, 1, width), rand(n, 1, width)
+        given = {"kv_segment": 32, "window": window, "sinks": rand(2, dtype=torch.float32)}
+        with slowly():
+            found = reference.reference(q, k, v, width**-0.5, **given, hardware=False)
+        want = naive.attention(q, k, v, width**-0.5, **given)
+        for a, b in zip(found, want, strict=True):
+            same(a, b, (width, window))
 
 
 @check
