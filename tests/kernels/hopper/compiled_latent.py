@@ -8,6 +8,7 @@ from typing import Any
 
 from compiled import compiled  # type: ignore[import-not-found]
 
+from isoexec.kernels.attention.hopper.backward import UNIT
 from isoexec.kernels.attention.hopper.split import values_kernel
 from isoexec.kernels.latent_attention.hopper import backward, reference, split, tiles
 from isoexec.kernels.latent_attention.hopper.naive import BLOCK, LATENT, ROPE
@@ -73,13 +74,13 @@ def main() -> None:
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )
-    for name, kernel, tile, more in (
+    for name, kernel, walk, more in (
         ("queries", backward.query_kernel, backward.QUERIES, {}),
         ("keys", backward.key_kernel, backward.KEYS, {"CONTINUE": False}),
         ("keys, continued", backward.key_kernel, backward.KEYS, {"CONTINUE": True}),
     ):
-        cut = {**widths, "H": 16, "WHOLE": backward.UNIT, "TILE": tile.rows, "COLUMNS": tile.keys, **more}
-        results[name] = _compiled(kernel, cut, num_warps=tile.warps, num_stages=tile.stages)
+        cut = {**widths, "H": 16, "WHOLE": UNIT, "TILE": walk.rows, "COLUMNS": walk.keys, **more}
+        results[name] = _compiled(kernel, cut, num_warps=walk.warps, num_stages=walk.stages)
     print(json.dumps(results))
 
 

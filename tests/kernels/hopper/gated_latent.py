@@ -10,6 +10,7 @@ import json
 import sys
 import traceback
 from types import SimpleNamespace
+from typing import Any
 
 import emulation  # type: ignore[import-not-found]  # noqa: F401 - the interpreter is asked for before anything imports triton
 import numpy as np
@@ -38,7 +39,8 @@ def main() -> None:
     replace(degrees, most_ranks=lambda _: 1)  # ranks would not share this interpreter
     replace(fa3, identity=lambda: SimpleNamespace(build=BUILD), load=lambda: library)
     replace(ops, BUILDS=frozenset({BUILD}), HARDWARE=False)
-    reference.launch_segment.__kwdefaults__["rows"] = 64  # a program costs the interpreter more than rows do
+    free: Any = reference.launch_segment.__kwdefaults__  # a program costs the interpreter more than rows do
+    free["rows"] = 64
     results = {}
     for family in sys.argv[1:] or gate.GATE.families:
         try:

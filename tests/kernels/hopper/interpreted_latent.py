@@ -19,6 +19,7 @@ from interpreted_attention import ints
 from torch import Tensor
 
 from isoexec.kernels.attention.hopper import fa3, tiles
+from isoexec.kernels.attention.hopper.backward import UNIT
 from isoexec.kernels.attention.hopper.naive import segment
 from isoexec.kernels.domain import DomainError
 from isoexec.kernels.latent_attention.hopper import backward, naive, ops, reference
@@ -30,6 +31,7 @@ H, S, PAGE = 2, 80, 16  # a block and a part of one in a segment
 LENGTHS = (2 * S + 5, 7, S, S + 1)
 STARTS = (0, *torch.tensor(LENGTHS).cumsum(0).tolist())
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]
+Trained = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 ops.HARDWARE = False
 
 
@@ -107,7 +109,10 @@ class Cache:
 
     def whole(self) -> tuple[Tensor, Tensor]:
         parts = [slice(STARTS[b], STARTS[b + 1]) for b in range(len(LENGTHS))]
-        found = [naive.attention(*(t[p] for t in self.x), SCALE, kv_segment=S) for p in parts]
+        q_rope, q_latent, k_rope, latent = self.x
+        found = [
+            naive.attention(q_rope[p], q_latent[p], k_rope[p], latent[p], SCALE, kv_segment=S) for p in parts
+        ]
         return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found], 1)
 
     def packed(self, **free: Any) -> tuple[Tensor, Tensor]:
@@ -292,7 +297,7 @@ class Packed:
         lse = rand(heads, rows, dtype=torch.float32) + 4.0
         self.x = (*x, rand(rows, heads, naive.LATENT), lse, rand(rows, heads, naive.LATENT))
 
-    def of(self, b: int, heads: slice = slice(None)) -> tuple[Tensor, ...]:
+    def of(self, b: int, heads: slice = slice(None)) -> Trained:
         at = slice(self.starts[b], self.starts[b + 1])
         q_rope, q_latent, k_rope, latent, out, lse, dout = self.x
         return (
@@ -303,8 +308,8 @@ class Packed:
     def given(self, heads: slice = slice(None), keys: tuple[int, ...] = ()) -> backward.Operands:
         q_rope, q_latent, k_rope, latent, out, lse, dout = self.x
         spans = ints([self.starts[:-1], self.lengths, keys or self.lengths, self.starts[:-1]])
-        units = torch.empty(2, len(latent) // backward.UNIT + len(self.lengths), dtype=torch.int32)
-        tiles.launch_map(spans[1], units, unit=backward.UNIT)
+        units = torch.empty(2, len(latent) // UNIT + len(self.lengths), dtype=torch.int32)
+        tiles.launch_map(spans[1], units, unit=UNIT)
         delta = backward.launch_delta(out[:, heads], dout[:, heads])
         return backward.Operands(
             *(q_rope[:, heads], q_latent[:, heads], k_rope, latent, lse[heads], delta, dout[:, heads]),

@@ -103,13 +103,15 @@ def _places(count: int) -> torch.Tensor:
 
 def test_a_fake_output_has_the_shape_and_dtype_of_a_real_one() -> None:
     cache = _meta(99, 16, naive.HEAD)
-    parts = cache[..., naive.LATENT :], cache[..., : naive.LATENT]
+    k_rope, latent = cache[..., naive.LATENT :], cache[..., : naive.LATENT]
     for rows in (1, 4):
         step = plan(
             requests=5, tokens=5, most_rows=rows, most_keys=9000, kv_segment=4096, page=16, device="meta"
         )
         assert step.single == (rows == 1)
-        out = latent_attention(_meta(5, 3, 64), _meta(5, 3, 512), *parts, _places(5), step, scale=SCALE)
+        out = latent_attention(
+            _meta(5, 3, 64), _meta(5, 3, 512), k_rope, latent, _places(5), step, scale=SCALE
+        )
         assert (out.shape, out.dtype, out.is_contiguous()) == ((5, 3, 512), torch.bfloat16, True)
 
 
@@ -117,11 +119,13 @@ def test_a_plan_with_gradients_returns_gradients_of_the_inputs_shapes() -> None:
     sizes = {"requests": 1, "tokens": 5, "most_rows": 5, "most_keys": 5, "kv_segment": 4096, "device": "meta"}
     inputs = [_meta(*shape, grad=True) for shape in ((5, 3, 64), (5, 3, 512), (5, 64), (5, 512))]
     step = plan(**sizes, gradients=True)  # type: ignore[arg-type]
-    latent_attention(*inputs, _places(5), step, scale=SCALE).sum().backward()
+    q_rope, q_latent, k_rope, latent = inputs
+    latent_attention(q_rope, q_latent, k_rope, latent, _places(5), step, scale=SCALE).sum().backward()
     for x in inputs:
         assert x.grad is not None
         assert (x.grad.shape, x.grad.dtype) == (x.shape, x.dtype)
-    out = latent_attention(*inputs, _places(5), plan(**sizes), scale=SCALE)  # type: ignore[arg-type]
+    step = plan(**sizes)  # type: ignore[arg-type]
+    out = latent_attention(q_rope, q_latent, k_rope, latent, _places(5), step, scale=SCALE)
     with pytest.raises(DomainError, match="sm90_latent_attention refuses a backward pass"):
         out.sum().backward()
 
