@@ -181,6 +181,7 @@ def launch_gradient(
     most = 1 if wide else _PROGRAM // padded
     per = rows_per_program or max(1, min(most, power_of_two(-(-count * heads // 264))))
     warps = (8 if padded > 2 * _WIDE else 4) if wide else max(1, min(8, per * padded // 256))
+    ahead = 3 if wide and padded <= 4 * _WIDE else 2  # shared memory holds no third stage of the widest
     z = x if gate is None else gate
     gradient_kernel[(-(-count * heads // per),)](
         g,
@@ -202,7 +203,7 @@ def launch_gradient(
         PADDED=padded,
         ROWS=per,
         CHAIN=TOKENS,
-        STAGES=stages or (3 if wide else 2),
+        STAGES=stages or ahead,
         SCALE=scale,
         MEAN=mean,
         GATED=gate is not None,
