@@ -47,6 +47,7 @@ class Kind:
     """What a gate is of: head counts (query heads, KV heads, head dim), those whose gradients and own kernel are covered.
 
     `providers` compute segments; `decodings`, each a context manager of a head dim, are the ways the first of them decodes.
+    `others` plants faults of the gate's own; `covered` is what stands in the domain of every check.
     """
 
     def __init__(
@@ -57,9 +58,11 @@ class Kind:
         providers: Sequence[str],
         decodings: Mapping[str, Decoding],
         others: Callable[[Run, Batch, Tensor], None],
+        covered: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self.heads, self.trained = tuple(heads), trained
         self.providers, self.decodings, self.others = tuple(providers), dict(decodings), others
+        self.covered = covered
 
 
 def _qkv(
@@ -77,7 +80,7 @@ def _qkv(
 def batches(run: Run, kind: Kind, most: int | None = None) -> Iterator[tuple[Batch, Tensor, bool]]:
     """Batches over the head counts, each as the packed forward computes it, and whether its gradients are covered."""
     S = int(run.constants["kv_segment"])
-    run.covers(dtype=torch.bfloat16, case=CASES)
+    run.covers(dtype=torch.bfloat16, case=CASES, **kind.covered())
     for i, heads in enumerate(run.pick(kind.heads[: kind.trained], kind.heads)[:most]):
         run.covers(heads=f"{heads[0]}/{heads[1]}x{heads[2]}")
         page = next(p for p in (*PAGES[i % 3 :], *PAGES) if S % p == 0)
@@ -250,6 +253,7 @@ def rerun(run: Run, kind: Kind) -> None:
 
 def _trained(run: Run, kind: Kind) -> Iterator[tuple[Batch, Tensor, Tensor]]:
     """Packed sequences with a gradient of their result, and sinks."""
+    run.covers(dtype=torch.bfloat16, **kind.covered())
     for heads in kind.heads[: kind.trained]:
         run.covers(heads=f"{heads[0]}/{heads[1]}x{heads[2]}")
         lengths = run.pick(*TRAINED)
@@ -261,7 +265,6 @@ def _trained(run: Run, kind: Kind) -> Iterator[tuple[Batch, Tensor, Tensor]]:
 
 def backward(run: Run, kind: Kind) -> None:
     """The gradients are the specification's by every walk, whoever computed the result; close to float64; padding is nothing."""
-    run.covers(dtype=torch.bfloat16)
     for batch, g, sinks in _trained(run, kind):
         n, (T, H, D) = batch.lengths[0], batch.q.shape
         want = batch.specified(g, sinks)

@@ -87,7 +87,6 @@ def native(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, rows: int, keys: int, 
 
 
 def _other_schedules(run: Run, batch: Batch, want: Tensor) -> None:
-    run.covers(library=fa3.identity().build)
     cu = batch.ints(batch.starts)
     n, D = batch.lengths[0], batch.q.shape[-1]
     run.control("another_segment", batch.packed(kv_segment=2 * batch.S), want)
@@ -115,6 +114,7 @@ KIND = Kind(
     providers=("fa3", "triton"),
     decodings={"by the library": by_the_library, "split": split, "in tiles": in_tiles},
     others=_other_schedules,
+    covered=lambda: {"library": fa3.identity().build},
 )
 hang(GATE, KIND)
 
@@ -142,7 +142,6 @@ def _conformance(run: Run) -> None:
         one(out=out, lse=lse, ascending=True)
         run.control("blocks_upwards", lse, call(path="spread")[1])
         one(out=out, lse=lse, keys=64)
-        run.covers(library=fa3.identity().build)
         run.control("blocks_of_64", lse, call(path="spread")[1])
         _against_fp32(run, batch, want)
 
@@ -181,4 +180,3 @@ def _degenerate(run: Run) -> None:
         run.refuses(partial(batch.plan, **sizes, most_keys=9, kv_segment=100, page=16))
         run.refuses(partial(batch.plan, **sizes, most_keys=9, window=8, provider="fa3"))
         run.refuses(partial(batch.plan, **sizes, most_keys=9, page=batch.page, gradients=True))
-        run.covers(library=fa3.identity().build)
