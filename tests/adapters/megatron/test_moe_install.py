@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import runpy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -225,25 +226,9 @@ def test_models_and_contracts_of_the_other_kind_are_refused(
 # -- truth -----------------------------------------------------------------------------------------------------------
 
 Undo = Callable[[], object]
-
-
-def _set(owner: Any, name: str, value: Any) -> Undo:
-    """Set an attribute where it lies, past any ``__setattr__``; returns what takes it back."""
-    own = vars(owner)
-    missing = object()
-    before = own.get(name, missing)
-    if not isinstance(own, dict):
-        setattr(owner, name, value)
-        return lambda: setattr(owner, name, before)
-    own[name] = value
-
-    def undo() -> None:
-        if before is missing:
-            del own[name]
-        else:
-            own[name] = before
-
-    return undo
+TAMPERING = runpy.run_path(str(Path(__file__).with_name("tampering.py")))
+put: Callable[[Any, str, Any], Undo] = TAMPERING["put"]
+done: Callable[[Callable[[Any], Undo], Any], AbstractContextManager[None]] = TAMPERING["done"]
 
 
 def _layer(model: Any) -> Any:
@@ -291,7 +276,7 @@ def _turned(y: torch.Tensor, weights: torch.Tensor, shared: Any = None) -> torch
 TAMPERED: dict[str, tuple[Callable[[Any], Undo], str, str]] = {
     # what is done -> region, or "" for the process; words of the problem
     "the router's choice on one layer": (
-        lambda m: _set(
+        lambda m: put(
             _layer(m).router,
             "compute_routing",
             MethodType(ContractRouter.compute_routing, _layer(m).router),
@@ -300,7 +285,7 @@ TAMPERED: dict[str, tuple[Callable[[Any], Undo], str, str]] = {
         "decoder.layers.1.mlp.router.compute_routing was set on the object",
     ),
     "how many experts a token goes to": (
-        lambda m: _set(_layer(m).router, "topk", 2),
+        lambda m: put(_layer(m).router, "topk", 2),
         "routing",
         "topk was 3 and is 2",
     ),
@@ -329,40 +314,31 @@ TAMPERED: dict[str, tuple[Callable[[Any], Undo], str, str]] = {
         "local_experts.0.forward_hooks were 0 and are 1",
     ),
     "the order of the sum, on one layer": (
-        lambda m: _set(_layer(m), "compute_combine", _turned),
+        lambda m: put(_layer(m), "compute_combine", _turned),
         "combine",
         "decoder.layers.1.mlp.compute_combine was set on the object",
     ),
     "the order of the sum, in the kernel": (
-        lambda _: _set(combine_naive, "combine", _turned),
+        lambda _: put(combine_naive, "combine", _turned),
         "",
         "isoexec.kernels.combine.naive.combine was replaced",
     ),
     "the grouped product in its package": (
-        lambda _: _set(grouped_kernel, "grouped_linear", lambda x, *_, **__: x.clone()),
+        lambda _: put(grouped_kernel, "grouped_linear", lambda x, *_, **__: x.clone()),
         "",
         "isoexec.kernels.grouped_linear.grouped_linear was replaced",
     ),
     "the exchange": (
-        lambda _: _set(moe_exchange.Exchange, "move_out", lambda _self, rows: rows.clone()),
+        lambda _: put(moe_exchange.Exchange, "move_out", lambda _self, rows: rows.clone()),
         "",
         "Exchange.move_out was replaced",
     ),
     "the ranks of the exchange": (
-        lambda m: _set(_layer(m).token_dispatcher, "tp_ep_group", m.pg_collection.expt_dp),
+        lambda m: put(_layer(m).token_dispatcher, "tp_ep_group", m.pg_collection.expt_dp),
         "dispatch",
         "decoder.layers.1.mlp exchanges rows in another group than the model's",
     ),
 }
-
-
-@contextmanager
-def _done(work: Callable[[Any], Undo], model: Any) -> Iterator[None]:
-    undo = work(model)
-    try:
-        yield
-    finally:
-        undo()
 
 
 @pytest.fixture(scope="module")
@@ -376,7 +352,7 @@ def seen(launch: Any, moe: Path, moe_contract: Contract, layout_of: Any) -> dict
         found: dict[str, Any] = {"before": report.problems(), "topology": report.topology}
         found["regions"] = {r.region: (r.ok, r.reference_canary == r.expected_canary) for r in report.regions}
         for name, (tamper, *_) in TAMPERED.items():
-            with _done(tamper, model):
+            with done(tamper, model):
                 (report,) = adapter.verify()
             found[name] = (
                 report.changed or "",

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import runpy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -28,25 +30,9 @@ pytestmark = pytest.mark.megatron
 BF16 = torch.bfloat16
 
 Undo = Callable[[], object]
-
-
-def _set(owner: Any, name: str, value: Any) -> Undo:
-    """Set an attribute where it lies, past any ``__setattr__``; returns what takes it back."""
-    own = vars(owner)
-    missing = object()
-    before = own.get(name, missing)
-    if isinstance(owner, type):
-        setattr(owner, name, value)
-        return lambda: setattr(owner, name, before)
-    own[name] = value
-
-    def undo() -> None:
-        if before is missing:
-            del own[name]
-        else:
-            own[name] = before
-
-    return undo
+TAMPERING = runpy.run_path(str(Path(__file__).with_name("tampering.py")))
+put: Callable[[Any, str, Any], Undo] = TAMPERING["put"]
+done: Callable[[Callable[[Any], Undo], Any], AbstractContextManager[None]] = TAMPERING["done"]
 
 
 def _child(owner: Any, name: str, module: Any) -> Undo:
@@ -126,8 +112,8 @@ def _table(model: Any) -> Undo:
 
 def _both_bases(model: Any) -> Undo:
     """The base of every layer and of the model, so that nothing disagrees with anything."""
-    undos = [_set(model, "rotary_base", 5e5)] + [
-        _set(layer.self_attention.core_attention, "rope_base", 5e5) for layer in model.decoder.layers
+    undos = [put(model, "rotary_base", 5e5)] + [
+        put(layer.self_attention.core_attention, "rope_base", 5e5) for layer in model.decoder.layers
     ]
 
     def undo() -> None:
@@ -167,18 +153,18 @@ def _norm_of(model: Any) -> Any:
 TAMPERED: dict[str, tuple[Callable[[Any], Undo], str, str]] = {
     # what is done -> region, or "" for the process; words of the problem
     "a kernel rebound in its package": (
-        lambda _: _set(norm_kernel, "rms_norm_grad", lambda x, *_, **__: x.clone()),
+        lambda _: put(norm_kernel, "rms_norm_grad", lambda x, *_, **__: x.clone()),
         "",
         "isoexec.kernels.rms_norm.rms_norm_grad was replaced",
     ),
     "a kernel's helper rebound, with its bits": (
-        lambda _: _set(linear_ops, "require_float", lambda *_: None),
+        lambda _: put(linear_ops, "require_float", lambda *_: None),
         "",
         "isoexec.kernels.linear.ops.require_float was replaced",
     ),
     "an operator registered anew": (_implementation, "", "was registered anew"),
     "a method of one object": (
-        lambda m: _set(_norm_of(m), "forward", MethodType(ContractRMSNorm.forward, _norm_of(m))),
+        lambda m: put(_norm_of(m), "forward", MethodType(ContractRMSNorm.forward, _norm_of(m))),
         "norm",
         "decoder.layers.1.input_layernorm.forward was set on the object",
     ),
@@ -190,24 +176,24 @@ TAMPERED: dict[str, tuple[Callable[[Any], Undo], str, str]] = {
     "one submodule of one layer": (_native, "row_linear", "decoder.layers.2.mlp.linear_fc2 is megatron"),
     "a constant of the binding": (_constant, "column_linear", "constants.k_block was 64 and is 32"),
     "a constant of the kernel": (
-        lambda _: _set(linear_naive, "ROW_TILE", 8),
+        lambda _: put(linear_naive, "ROW_TILE", 8),
         "",
         "naive.ROW_TILE was 16 and is 8",
     ),
     "the epsilon of one norm": (
-        lambda m: _set(_norm_of(m), "eps", 1e-5),
+        lambda m: put(_norm_of(m), "eps", 1e-5),
         "norm",
         "decoder.layers.1.input_layernorm.eps was 1e-06 and is 1e-05",
     ),
     "the scale of attention": (
-        lambda m: _set(m.decoder.layers[0].self_attention.core_attention, "softmax_scale", 0.125),
+        lambda m: put(m.decoder.layers[0].self_attention.core_attention, "softmax_scale", 0.125),
         "attention",
         "softmax_scale was",
     ),
     "the base of the rotation, everywhere": (_both_bases, "rope", "rope_base was 10000.0 and is 500000.0"),
     "the table of the rotation": (_table, "rope", "is not the table of the specification"),
     "the residual add": (
-        lambda m: _set(m.decoder.layers[1], "mlp_bda", layers.contract_residual_add(False, False)),
+        lambda m: put(m.decoder.layers[1], "mlp_bda", layers.contract_residual_add(False, False)),
         "norm",
         "decoder.layers.1.mlp_bda is",
     ),
@@ -254,15 +240,6 @@ TAMPERED: dict[str, tuple[Callable[[Any], Undo], str, str]] = {
 }
 
 
-@contextlib.contextmanager
-def _done(work: Callable[[Any], Undo], model: Any) -> Iterator[None]:
-    undo = work(model)
-    try:
-        yield
-    finally:
-        undo()
-
-
 @pytest.fixture(scope="module")
 def seen(launch: Any, make: Any, contract: Any, one: Any, tokens: torch.Tensor) -> dict[str, Any]:
     def work() -> dict[str, Any]:
@@ -280,7 +257,7 @@ def seen(launch: Any, make: Any, contract: Any, one: Any, tokens: torch.Tensor) 
             adapter._snapshot.changes()
         found["compare"] = (time.perf_counter() - start) / 5
         for name, (tamper, *_) in TAMPERED.items():
-            with _done(tamper, model):
+            with done(tamper, model):
                 (report,) = adapter.verify()
             found[name] = (
                 report.changed or "",
