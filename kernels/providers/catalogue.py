@@ -135,6 +135,30 @@ def _fused_moe_version() -> str:
     return version()
 
 
+def _fa3(constants: Mapping[str, Value]) -> Call:
+    from isoexec.kernels.providers.flash_attention import segments
+
+    return segments(constants)
+
+
+def _fa3_latent(constants: Mapping[str, Value]) -> Call:
+    from isoexec.kernels.providers.flash_attention import latent_segments
+
+    return latent_segments(constants)
+
+
+def _fa3_version() -> str:
+    from isoexec.kernels.providers.flash_attention import version
+
+    return version()
+
+
+def _fa3_held() -> AbstractContextManager[None]:
+    from isoexec.kernels.providers.flash_attention import held
+
+    return held()
+
+
 def _switches_held() -> AbstractContextManager[None]:
     from isoexec.kernels.linear.hopper.gate import claimed
 
@@ -146,6 +170,7 @@ _MMA_SETTINGS: dict[str, Value] = {  # names as in kernels/switches.py
     "cuda.matmul.bf16_reduced_precision": False,
     "cuda.matmul.bf16_split_k": False,
 }
+_FA3_SETTINGS: dict[str, Value] = {"splits": 1, "softcap": False, "scheduler_metadata": "none"}
 _library = partial(Provider, kind="library")
 
 LIBRARIES: tuple[Provider, ...] = (
@@ -241,6 +266,26 @@ LIBRARIES: tuple[Provider, ...] = (
         about="vLLM's Triton fused_moe_kernel, by its source: a block of rows and columns walks K in order",
         make=_fused_moe,
         version=_fused_moe_version,
+    ),
+    _library(
+        name="vllm.flash_attn3",
+        function="attention.mma_segments/1",
+        arch="sm90",
+        about="FlashAttention-3 as built into vLLM, called segment by segment: one split, one code path a head dim",
+        make=_fa3,
+        version=_fa3_version,
+        settings=_FA3_SETTINGS,
+        held=_fa3_held,
+    ),
+    _library(
+        name="vllm.flash_attn3",
+        function="attention.latent_segments/1",
+        arch="sm90",
+        about="the same, the latent part of queries as its q_v, latent rows as values",
+        make=_fa3_latent,
+        version=_fa3_version,
+        settings=_FA3_SETTINGS,
+        held=_fa3_held,
     ),
 )
 

@@ -151,7 +151,70 @@ def _grouped(run: Watched, call: Call) -> None:
         run.control("k_in_two_sums", halves[0] + halves[1], want)
 
 
+# query heads, KV heads, head dim; sequences of so many keys, in segments of S, and rows of which each end is computed alone
+_HEADS = ((8, 2, 128), (8, 1, 256), (8, 2, 64), (4, 4, 128), (12, 2, 256))
+_LATENT_HEADS = (16, 5, 20)
+_BEYOND = 777
+_ROWS = (1, 2, 13, 300)
+_PAGE = 64
+
+
+def _lengths(run: Watched, S: int) -> list[int]:
+    return [1, 64, 65, 700, *run.pick((S + _BEYOND,), (S, S + 1, 2 * S + _BEYOND))]
+
+
+def _ends(
+    run: Watched, call: Call, queries: list[Tensor], rest: list[Tensor], scale: float, want: Tensor
+) -> None:
+    """All rows packed, then the last of them over the same keys in pages, as chunks, drafts and decode are computed."""
+    n, at = len(want), run.at
+    run.at = f"{at}, packed"
+    run.equal(call(*queries, *rest, scale), want)
+    for rows in run.over("rows", [r for r in _ROWS if r <= n]):
+        run.at = f"{at}, the last {rows} rows through pages"
+        run.equal(call(*(q[-rows:] for q in queries), *rest, scale, page=_PAGE), want[-rows:])
+
+
+def _segments(run: Watched, call: Call) -> None:
+    from isoexec.kernels.attention.hopper.gate import native
+    from isoexec.kernels.attention.hopper.reference import reference
+
+    S = int(run.constants["kv_segment"])
+    run.covers(dtype=torch.bfloat16)
+    for H, KV, D in run.pick(_HEADS[:3], _HEADS):
+        run.covers(heads=f"{H}/{KV}x{D}")
+        for n in run.over("keys", _lengths(run, S)):
+            q = many(run, n, H, D, salt=1, scale=3.0)
+            k, v = (many(run, n, KV, D, salt=salt, scale=2.0) for salt in (20, 40))
+            run.at = f"{H}/{KV} heads of {D}, {n} keys"
+            want, _ = reference(q, k, v, D**-0.5, kv_segment=S)
+            _ends(run, call, [q], [k, v], D**-0.5, want)
+        run.control("another_segment", reference(q, k, v, D**-0.5, kv_segment=2 * S)[0], want)
+        cu = torch.tensor([0, n], dtype=torch.int32, device=run.device)
+        run.control("its_own_schedule", native(q, k, v, cu, n, n, cu_k=cu), want)
+
+
+def _latent_segments(run: Watched, call: Call) -> None:
+    from isoexec.kernels.latent_attention.hopper.naive import LATENT, ROPE
+    from isoexec.kernels.latent_attention.hopper.reference import reference
+
+    S, scale = int(run.constants["kv_segment"]), 192**-0.5
+    run.covers(dtype=torch.bfloat16)
+    for H in run.over("heads", run.pick(_LATENT_HEADS[:1], _LATENT_HEADS)):
+        for n in run.over("keys", _lengths(run, S)):
+            queries = [many(run, n, H, width, salt=salt) for width, salt in ((ROPE, 1), (LATENT, 2))]
+            rows = [many(run, n, width, salt=salt, scale=2.0) for width, salt in ((ROPE, 20), (LATENT, 40))]
+            run.at = f"{H} heads, {n} keys"
+            want, _ = reference(*queries, *rows, scale, kv_segment=S)  # type: ignore[misc, arg-type]
+            _ends(run, call, queries, rows, scale, want)
+        for name, other in (("latent_part_first", {"latent_first": True}), ("blocks_of_32", {"keys": 32})):
+            run.control(name, reference(*queries, *rows, scale, kv_segment=S, **other)[0], want)  # type: ignore[misc, arg-type]
+        run.control("another_segment", reference(*queries, *rows, scale, kv_segment=2 * S)[0], want)  # type: ignore[misc, arg-type]
+
+
 _OWN: dict[str, Callable[[Watched, Call], None]] = {
+    "attention.latent_segments/1": _latent_segments,
+    "attention.mma_segments/1": _segments,
     "embedding.lookup/1": _embedding,
     "linear.mma_chain/1": _mma_chain,
     "linear.grouped_mma_chain/1": _grouped,
