@@ -225,10 +225,14 @@ def _others(run: Run, batch: Sequences, want: Tensor) -> None:
 @GATE.check("conformance")
 def _conformance(run: Run) -> None:
     for batch, want in _batches(run):
-        out, _ = batch.by_reference()
+        H = batch.q.shape[1]
+        some = run.pick(
+            sorted({0, H // 2, H - 1}), list(range(H))
+        )  # the reference takes its time for each head
+        out, _ = batch.of(batch.q[:, some], batch.k, batch.k, batch.lengths).by_reference()
         run.holds(out.isfinite())
         for provider in _providers(run):
-            run.equal(batch.packed(provider=provider), out)
+            run.equal(batch.packed(provider=provider)[:, some], out)
         _free(run, batch, want)
         near = batch.alone(1)
         for name, other in (
