@@ -36,10 +36,11 @@ def capture(call: Callable[[int], Any], copies: int) -> torch.cuda.CUDAGraph:
 
 
 def replay_times(graphs: Sequence[torch.cuda.CUDAGraph], copies: int, *, replays: int = 9) -> list[float]:
-    """Median microseconds of one call in each graph; the graphs take turns, so clocks and heat are shared fairly."""
+    """Median microseconds of one call in each graph; they take turns, each first as often, so clocks and heat are shared."""
     spans: list[list[float]] = [[] for _ in graphs]
     for turn in range(replays + 1):
-        for graph, own in zip(graphs, spans, strict=True):
+        for place in range(len(graphs)):
+            graph, own = (some[(turn + place) % len(graphs)] for some in (graphs, spans))
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             graph.replay()

@@ -38,7 +38,7 @@ from isoexec.kernels.linear.hopper.ops import linear
 from isoexec.kernels.linear_logprobs.hopper import gate
 from isoexec.kernels.linear_logprobs.hopper.kernel import launch_picked
 from isoexec.kernels.linear_logprobs.hopper.ops import linear_logprobs, nodes
-from isoexec.kernels.linear_logprobs.hopper.plan import CANDIDATES, Chunks
+from isoexec.kernels.linear_logprobs.hopper.plan import CANDIDATES, FEW_ROWS, Chunks
 from isoexec.kernels.logprobs.hopper.kernel import (
     Cut,
     launch_gradient,
@@ -48,6 +48,7 @@ from isoexec.kernels.logprobs.hopper.kernel import (
 )
 from isoexec.kernels.logprobs.hopper.ops import joined, token_logprobs
 
+PARTS = ("logits", "fused", "steps")
 VOCAB, LEAVES = 151936, 8
 CUTS = [
     Cut(blocks=blocks, join=join, rows=rows, warps=warps)
@@ -56,7 +57,7 @@ CUTS = [
     if 16 <= blocks * rows * 4 // warps <= 128 and join <= blocks
 ]
 CHUNKS = [Chunks(rows=rows, leaves=leaves) for rows, leaves in ((512, 8), (1024, 1), (2048, 1), (4096, 1))]
-CHUNKS += [Chunks(rows=1024, leaves=2), Chunks(rows=8192, leaves=1)]
+CHUNKS += [FEW_ROWS, Chunks(rows=1024, leaves=2), Chunks(rows=8192, leaves=1)]
 TABLES: dict[str, list[dict[str, Any]]] = {}
 START = time.monotonic()
 
@@ -277,6 +278,7 @@ def main() -> int:
     )
     parser.add_argument("--gate", action="store_true", help="first run the quick gate of the fused function")
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to run (all)")
     arguments = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("needs a GPU of compute capability 9.0", file=sys.stderr)
@@ -288,10 +290,12 @@ def main() -> int:
         print("nothing is timed, for a gate fails:", *wrong, sep="\n  ", file=sys.stderr)
         return 1
     with torch.no_grad():
-        from_logits((64, 8192) if arguments.quick else (1, 64, 1024, 8192))
-        for K in (4096,) if arguments.quick else (1024, 2048, 4096):
-            fused(K, (8192,) if arguments.quick else (64, 1024, 8192))
-    steps(4096, 4096)
+        if "logits" in arguments.parts:
+            from_logits((64, 8192) if arguments.quick else (1, 64, 1024, 8192))
+        for K in ((4096,) if arguments.quick else (1024, 2048, 4096)) if "fused" in arguments.parts else ():
+            fused(K, (64, 128, 256, 8192) if arguments.quick else (1, 16, 64, 128, 256, 1024, 8192))
+    if "steps" in arguments.parts:
+        steps(4096, 4096)
     path = Path(os.environ.get("OUT", ".")) / "logprobs-h200.json"
     path.write_text(json.dumps({"torch": torch.__version__, **TABLES}, indent=1) + "\n")
     say("written", path)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from isoexec.kernels.linear_logprobs.hopper.kernel import Tile
 
-__all__ = ["BACKWARD_ROWS", "CANDIDATES", "CHUNKS", "TILES", "Chunks", "plan_for", "spans"]
+__all__ = ["BACKWARD_ROWS", "CANDIDATES", "CHUNKS", "FEW_ROWS", "TILES", "Chunks", "plan_for", "spans"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +30,13 @@ CANDIDATES = (  # what a GPU may choose from
 TILES = CANDIDATES[0]
 CHUNKS = Chunks(rows=2048, leaves=1)
 BACKWARD_ROWS = 2048  # rows whose fp32 logits of a leaf exist at the same time in the backward pass
-FEW = 256  # up to here weights decide, and the linear's providers for few rows are tuned
+FEW = 256  # up to here weights decide: they are read once, by the linear's provider for so many rows
+FEW_ROWS = Chunks(rows=FEW, leaves=1 << 10)  # every leaf at once
 
 
 def plan_for(rows: int) -> Tile | Chunks:
     """The provider for so many rows."""
-    return Chunks(rows=FEW, leaves=1) if rows <= FEW else TILES
+    return FEW_ROWS if rows <= FEW else TILES
 
 
 def spans(rows: int, most: int) -> list[tuple[int, int]]:
