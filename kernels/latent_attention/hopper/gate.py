@@ -234,13 +234,15 @@ def _conformance(run: Run) -> None:
         for provider in _providers(run):
             run.equal(batch.packed(provider=provider)[:, some], out)
         _free(run, batch, want)
-        near = batch.alone(1)
+        at = batch.sequence(3)
+        near = batch.of(batch.q[at, :1], batch.k[at], batch.k[at], batch.lengths[3:4])
+        right = near.by_reference()
         for name, other in (
             ("blocks_upwards", {"ascending": True}),
             ("blocks_of_32", {"keys": 32}),
             ("latent_part_first", {"latent_first": True}),
         ):
-            run.control(name, near.by_reference(**other)[0], want[batch.sequence(1)])
+            run.control(name, near.by_reference(**other), right)
         _against_fp64(run, batch, want)
     with run.poisoned():
         wide = sequences(run, (SHORT, 1), MANY, PAGES[0])

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the checks of the sm90 latent attention's gate in Triton's interpreter at tiny sizes; prints `{family: failures}` as JSON.
 
-The library is a stand-in that evaluates the specification, admitted as if it were certified.
+The library is a stand-in that evaluates the specification, admitted as if it were certified. Kernels of many small operations,
+which have checks of their own, are taken by their specification: the interpreter pays for each operation.
 """
 
 from __future__ import annotations
@@ -16,15 +17,29 @@ import emulation  # type: ignore[import-not-found]  # noqa: F401 - the interpret
 import numpy as np
 import torch
 from gated import replace  # type: ignore[import-not-found]  # and the ops get CPU kernels
-from interpreted_latent import library  # type: ignore[import-not-found]  # its exp2 and log2 are rounded from fp64
+from interpreted_latent import library, specified  # type: ignore[import-not-found]  # exp2 and log2 rounded from fp64
+from torch import Tensor
 
 from isoexec.kernels.attention.hopper import fa3
+from isoexec.kernels.attention.hopper.naive import _chain
 from isoexec.kernels.attention.hopper.tiles import Tile
 from isoexec.kernels.gates import degrees
-from isoexec.kernels.latent_attention.hopper import gate, ops, reference
+from isoexec.kernels.latent_attention.hopper import gate, ops, reference, tiles
+
+from attention_stand_in import added_in_order, specified_merge  # type: ignore[import-not-found]  # isort: skip
 
 S = 96  # a block and a half, in whole pages by halves too
 BUILD = "a stand-in"
+launch_segment: Any = reference.launch_segment
+
+
+def segment(*x: Tensor, visible: int, scale: float, hardware: bool, **other: Any) -> None:
+    """`reference.launch_segment` by the specification, which has no controls."""
+    if other:
+        launch_segment(*x, visible=visible, scale=scale, hardware=hardware, rows=64, **other)
+        return
+    limit = (visible + torch.arange(len(x[0]))).clamp(max=len(x[2]))
+    x[4][:], x[5][:] = specified(x[:4], limit, scale)
 
 
 def main() -> None:
@@ -39,8 +54,9 @@ def main() -> None:
     replace(degrees, most_ranks=lambda _: 1)  # ranks would not share this interpreter
     replace(fa3, identity=lambda: SimpleNamespace(build=BUILD), load=lambda: library)
     replace(ops, BUILDS=frozenset({BUILD}), HARDWARE=False)
-    free: Any = reference.launch_segment.__kwdefaults__  # a program costs the interpreter more than rows do
-    free["rows"] = 64
+    replace(tiles, in_order=added_in_order)
+    replace(ops, launch_merge=specified_merge)
+    replace(reference, launch_segment=segment, launch_merge=specified_merge, chain=_chain)
     results = {}
     for family in sys.argv[1:] or gate.GATE.families:
         try:
