@@ -3,8 +3,9 @@
 
 One causal sequence of bf16. Candidates: the own kernels; torch's FlashAttention-2 and cuDNN; cuDNN's frontend
 (`nvidia-cudnn-frontend`) and FlashAttention-4 (`flash-attn-4`) where they can be imported. Each is asked again for the same
-gradients and its elements that differ are counted. Ratios are to the fastest that does not promise to repeat itself. Lines go to
-the terminal, a table at the end, `attention-backward-h200.json` to $OUT or the working directory.
+gradients and its elements that differ are counted. Ratios are to the fastest that does not promise to repeat itself. `--walks`
+times other blocks of the own kernels instead, which are free of bits. Lines go to the terminal, a table at the end,
+`attention-backward-h200.json` to $OUT or the working directory.
 """
 
 # ruff: noqa: E402, BLE001 - where the package is not installed, its links are put on the path first; what breaks is said
@@ -18,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if find_spec("isoexec") is None:
     sys.path.insert(0, str(ROOT / ".src"))
 
-from isoexec.kernels.attention.hopper.backward import launch_gradients
+from isoexec.kernels.attention.hopper.backward import KEY, QUERY, STORED, Walk, launch_gradients
 from isoexec.kernels.attention.hopper.ops import plan
 from isoexec.kernels.hopper.timing import capture, replay_times
 
@@ -94,8 +95,11 @@ def made(T: int, H: int, KV: int, D: int) -> Case:
     return Case(q=q, k=k, v=v, out=out, lse=lse, g=g, random=(random[0], random[1]), scale=D**-0.5)
 
 
-def own(workspace: int = -1) -> Callable[[Case], Callable[[], Gradients]]:
-    """The own kernels with so many bytes for products that are written down; 0 computes them twice."""
+def own(workspace: int = -1, **walks: Any) -> Callable[[Case], Callable[[], Gradients]]:
+    """The own kernels with so many bytes for products that are written down; 0 computes them twice.
+
+    `walks` are `key`, `query` and `stored`, each a `Walk`.
+    """
 
     def make(case: Case) -> Callable[[], Gradients]:
         T = case.q.shape[1]
@@ -115,6 +119,7 @@ def own(workspace: int = -1) -> Callable[[Case], Callable[[], Gradients]]:
                 window=0,
                 most_rows=T,
                 workspace=workspace,
+                **walks,
             )
             return dq[None], dk[None], dv[None]
 
@@ -357,10 +362,59 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def tried(D: int) -> dict[str, dict[str, Walk]]:
+    """Other blocks by head dim: of keys, of stored products, of query rows where products are computed twice."""
+
+    def walk(of: dict[int, Walk], **other: Any) -> Walk:
+        return replace(of[D], **other)
+
+    found: dict[str, dict[str, Walk]] = {"as it is": {}}
+    sizes = (
+        ((64, 64), (64, 32), (128, 32), (128, 16), (128, 64)) if D < 256 else ((64, 32), (32, 32), (32, 64))
+    )
+    for hold, step in sizes:
+        for warps in (4, 8) if hold == 64 and D < 256 else (8,):
+            found[f"keys {hold}x{step} w{warps}"] = {"key": walk(KEY, hold=hold, step=step, warps=warps)}
+    found["keys apart"] = {"key": walk(KEY, apart=not KEY[D].apart)}
+    for stages in (2, 3, 4):
+        found[f"keys s{stages}"] = {"key": walk(KEY, stages=stages)}
+        found[f"stored s{stages}"] = {"stored": walk(STORED, stages=stages)}
+    for warps in (4, 8):
+        found[f"stored w{warps}"] = {"stored": walk(STORED, warps=warps)}
+    found["stored 128x128"] = {"stored": walk(STORED, hold=128, step=128, stages=2)}
+    return {name: walks for name, walks in found.items() if not (walks and _same(D, walks))}
+
+
+def _same(D: int, walks: dict[str, Walk]) -> bool:
+    return all(
+        {"key": KEY, "query": QUERY, "stored": STORED}[name][D] == walk for name, walk in walks.items()
+    )
+
+
+def walks(until: float) -> None:
+    """Every walk at 8192 tokens: its time, and that it has the bits of the walk as it is."""
+    for H, KV, D in MODELS:
+        case, want = made(8192, H, KV, D), None
+        for name, other in tried(D).items():
+            if time.monotonic() - START > until:
+                say(f"D{D} {name}: left out, no time left")
+                continue
+            try:
+                one = Candidate(name=name, repeats=True, make=own(ROOM, **other))
+                row, first = measure(one, case, want)
+                want = first if want is None else want
+                say(f"D{D} {name}", row, "differ from the walk as it is:", differing(first, want))
+            except Exception as error:
+                say(f"D{D} {name}: {type(error).__name__}: {error!s:.160}")
+            torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=135.0, help="begin nothing after so many (135)")
-    until = parser.parse_args().seconds
+    parser.add_argument("--walks", action="store_true", help="time other blocks of the own kernels instead")
+    args = parser.parse_args()
+    until = args.seconds
     torch.manual_seed(1)
     versions = {
         "device": torch.cuda.get_device_name(0),
@@ -370,6 +424,10 @@ def main() -> None:
         "triton": triton.__version__,
     }
     say(versions)
+    if args.walks:
+        with torch.no_grad():
+            walks(until)
+        return
     missing = {one.name: installed(one.name) for one in CANDIDATES}
     for name, why in missing.items():
         if why:
