@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from types import ModuleType
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isoexec.kernels.gates import degrees, forward, norms, ropes, rows
+from isoexec.kernels.gates import Run, degrees, forward, norms, ropes, rows
 from isoexec.kernels.hopper import library
 
 _define = library.define
@@ -143,6 +144,12 @@ WIDE: dict[str, dict[str, int]] = {
     "bias.hopper.kernel.launch": {"rows_per_program": 32},
     "bias.hopper.kernel.launch_gradient": {"columns": 1024},
 }
+PLANTED_ALIKE = {
+    "linear": ("chain_controls",),
+    "logprobs": ("_other_sums",),
+    "linear_logprobs": ("_planted",),
+    "grouped_linear": ("_controls",),
+}
 STEPS = {"step": 16, "accumulate": "float32"}
 ROUTER = {"accumulate": "float32", "ties": "lowest_expert", "normalize": "chosen"}
 PAIRS = {"reduce": "pair_tree", "accumulate": "float32"}
@@ -180,6 +187,28 @@ def replace(module: ModuleType, **values: Any) -> None:
     for name, value in values.items():
         assert hasattr(module, name), (module.__name__, name)
         setattr(module, name, value)
+
+
+def once(plant: Callable[[Run], None]) -> Callable[[Run], None]:
+    """Faults that several families of a gate plant alike are computed by the first of them, and seen by each."""
+    planted: list[tuple[str, Tensor | Sequence[Tensor], Tensor | Sequence[Tensor]]] = []
+
+    def planting(run: Run) -> None:
+        if planted:
+            for fault in planted:
+                run.control(*fault)
+            return
+        seen = run.control
+
+        def control(name: str, got: Tensor | Sequence[Tensor], want: Tensor | Sequence[Tensor]) -> None:
+            planted.append((name, got, want))
+            seen(name, got, want)
+
+        setattr(run, "control", control)  # noqa: B010
+        plant(run)
+        del run.control
+
+    return planting
 
 
 def smaller() -> None:
@@ -229,6 +258,8 @@ def main() -> None:
             setattr(gate, name, value)
             if name == "WIDEST":
                 replace(import_module(f"isoexec.kernels.{op}.hopper.ops"), WIDEST=value)
+        for name in PLANTED_ALIKE.get(op, ()):
+            replace(gate, **{name: once(getattr(gate, name))})
         for family in gate.GATE.families:
             try:
                 check = gate.GATE.run(family, CONSTANTS[op], full=False)
