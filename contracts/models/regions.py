@@ -123,7 +123,6 @@ PROVIDERS: dict[str, dict[str, Admitted]] = {
         "rope.interleaved_fp32/1": Admitted(name="isoexec.kernels.rope_interleaved.hopper"),
         "rope.yarn_interleaved_fp32/1": Admitted(name="isoexec.kernels.rope_yarn.hopper"),
         "attention.mma_segments/1": Admitted(name="isoexec.kernels.attention.hopper"),
-        "attention.mma_window/1": Admitted(name="isoexec.kernels.window_attention.hopper"),
         "attention.latent_segments/1": Admitted(name="isoexec.kernels.latent_attention.hopper"),
         "silu_mul.poly/1": Admitted(name="isoexec.kernels.silu_mul.hopper"),
         "gate.sigmoid_mul/1": Admitted(name="isoexec.kernels.sigmoid_mul.hopper"),
