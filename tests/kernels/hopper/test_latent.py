@@ -12,9 +12,10 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed here")
 
-from isoexec.contracts.evidence import FAMILIES
+from isoexec.contracts.evidence import FAMILIES, Store, shipped
 from isoexec.kernels.attention.hopper import fa3
 from isoexec.kernels.domain import DomainError
+from isoexec.kernels.gates.checking import subject
 from isoexec.kernels.gates.found import gate_for
 from isoexec.kernels.latent_attention.hopper import naive, ops, tiles
 from isoexec.kernels.latent_attention.hopper.ops import latent_attention, plan
@@ -150,3 +151,14 @@ def test_a_shape_of_tiles_holds_every_head() -> None:
             assert tiles.rows_of(tiles.tokens_of(tile, heads) * held) <= tile.rows
         assert heads % groups_of(heads) == 0
         assert heads // groups_of(heads) <= 16
+
+
+def test_shipped_evidence_is_of_this_source_and_this_gate() -> None:
+    gate = gate_for(FUNCTION, "sm90")
+    ours = subject(FUNCTION, "sm90")
+    for record in Store([shipped()]).find(function=FUNCTION, provider=ours.name, arch="sm90"):
+        assert record.provider == ours, "the source changed: run the gate again on a GPU"
+        assert record.gate == gate.digest(), "the gate changed: run it again on a GPU"
+        assert {check.family for check in record.checks} == set(gate.families)
+        for check in record.checks:
+            assert set(check.domain.get("library", ())) <= ops.BUILDS
