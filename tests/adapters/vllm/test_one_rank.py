@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract's bits in the real engine on one rank: whatever way it comes to a logprob, it is the same integer."""
+"""The contract's bits in the real engine: whatever way it comes to a logprob, on one rank or on two, it is the same integer.
+
+What two ranks do, and what the engine does without a contract, is in this file because it is compared with one rank: an engine's
+findings are kept by the process that asked, and a file is one process's.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,9 @@ from isoexec.adapters.census import Census
 
 pytestmark = pytest.mark.vllm
 
+Run = Callable[..., dict[str, Any]]
 DTYPES = ("bfloat16", "float32")
+PACKED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FORWARD = set(REGIONS) - {"qkv_bias", "router", "routing", "dispatch", "expert_linear", "combine"}
 
 
@@ -131,3 +137,84 @@ def checkpoint_digests(folder: str, dtype: str) -> dict[str, list[int]]:
         name: list(tensor_partial(t.to(getattr(torch, dtype)), t.shape, [0] * t.dim()))
         for name, t in load_file(Path(folder) / "model.safetensors").items()
     }
+
+
+# -- two ranks, in processes of their own, each of which proves for itself what it binds -------------------------------
+
+
+@pytest.fixture(scope="module")
+def two(run: Run, models: dict[str, str], pinned: str) -> dict[str, Any]:
+    return run("contract_ranks", contract=pinned, first=models["first"], second=models["second"], tp=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_ranks_sample_and_score_with_the_bits_of_one(
+    one_rank: Callable[[str], dict[str, Any]], two: dict[str, Any], dtype: str
+) -> None:
+    one = one_rank(dtype)
+    assert two[dtype]["tokens"] == one["tokens"]
+    assert two[dtype]["decode"] == one["decode"]
+    assert two[dtype]["prefill"] == one["decode"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_rank_proves_what_it_binds_with_its_own_canaries(two: dict[str, Any], dtype: str) -> None:
+    reports = two[dtype]["reports"]
+    assert [(r["rank"], r["world"]) for r in reports] == [(0, 2), (1, 2)]
+    assert all(r["topology"]["TP"] == 2 for r in reports)
+    assert all(region["ok"] for r in reports for region in r["regions"].values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_shards_of_two_ranks_add_up_to_the_digests_of_one(
+    one_rank: Callable[[str], dict[str, Any]], two: dict[str, Any], dtype: str
+) -> None:
+    assert two[dtype]["weights"] == one_rank(dtype)["weights"]
+
+
+def test_a_sync_of_two_ranks_gives_the_bits_of_a_fresh_engine(
+    one_rank: Callable[[str], dict[str, Any]], two: dict[str, Any]
+) -> None:
+    assert two["bfloat16"]["synced_weights"] == one_rank("bfloat16")["synced_weights"]
+    assert two["bfloat16"]["synced"] == one_rank("bfloat16")["synced"]
+
+
+def test_a_layer_that_one_rank_lost_is_found_by_both_and_nobody_waits_for_ever(two: dict[str, Any]) -> None:
+    for report in two["float32"]["swapped"]:
+        (problem,) = report["problems"]
+        assert (
+            "row_linear: the ranks bind different objects: rank 0 has model.layers.2.mlp.down_proj" in problem
+        )
+        assert "vllm.model_executor.layers.linear.RowParallelLinear" in problem
+
+
+# -- without a contract the engine is only watched: nothing is claimed -------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def watched(native: dict[str, Any]) -> dict[str, Any]:
+    return native["bfloat16"]
+
+
+def test_a_monitored_engine_is_recorded(watched: dict[str, Any]) -> None:
+    assert sum(map(len, watched["decode"])) == 64 * 16
+
+
+def test_no_region_of_a_native_engine_is_reported_as_the_contracts(watched: dict[str, Any]) -> None:
+    (report,) = watched["reports"]
+    assert not any(r["ok"] for r in report["regions"].values())
+    assert all(r["enforcement"] == "off" for r in report["regions"].values())
+    assert report["regions"]["norm"]["object"] == "vllm.model_executor.layers.layernorm.RMSNorm"
+
+
+def test_weights_packed_where_nobody_can_read_them_are_named_unknown(watched: dict[str, Any]) -> None:
+    assert {name.split(".")[-2] for name in watched["unknown"]} == set(PACKED)
+    assert not set(watched["unknown"]) & set(watched["readable"])
+    assert len(watched["unknown"]) + len(watched["readable"]) == 3 * 11 + 3
+
+
+def test_a_reload_gives_the_bits_of_an_engine_started_from_the_new_checkpoint(
+    watched: dict[str, Any],
+) -> None:
+    assert watched["synced"] != watched["decode"]
+    assert watched["synced"] == watched["fresh"]
