@@ -114,6 +114,7 @@ def gradients(
     where its bits are wanted.
     """
     s, H, _ = q_latent.shape
+    scale = torch.tensor(scale, dtype=torch.float32).item()  # as a kernel is given it
     rows = -(-s // ROWS) * ROWS
     zeros = torch.zeros(rows, HEAD, device=out.device)
     begun = zeros if start is None else _padded(start, rows)

@@ -20,7 +20,7 @@ from isoexec.kernels.linear.hopper.gate import claimed
 from isoexec.kernels.linear.hopper.kernel import reference
 from isoexec.kernels.linear_logprobs.hopper.kernel import Tile, launch_picked
 from isoexec.kernels.linear_logprobs.hopper.ops import linear_logprobs, linear_logprobs_and_entropy, nodes
-from isoexec.kernels.linear_logprobs.hopper.plan import CHUNKS, TILES, Chunks
+from isoexec.kernels.linear_logprobs.hopper.plan import CHUNKS, FEW_ROWS, MIDDLE, TILES, Chunks
 from isoexec.kernels.logprobs.hopper.ops import joined, token_logprobs, token_logprobs_and_entropy
 
 if TYPE_CHECKING:
@@ -41,12 +41,14 @@ DEGREES = (2, 4, 8)
 WHOLE = Chunks(rows=512, leaves=1024)
 PLANS: tuple[Tile | Chunks, ...] = (
     TILES,
+    MIDDLE,
+    FEW_ROWS,
     CHUNKS,
     WHOLE,
     Tile(rows=128, columns=256, depth=64, warps=8, stages=3),
     Tile(rows=64, columns=256, depth=64, warps=4, stages=3, programs=2, group=3),
     Tile(rows=16, columns=128, depth=128, warps=4, stages=4, programs=2),
-    Tile(rows=128, columns=256, depth=64, warps=8, stages=3, flat=True),
+    Tile(rows=128, columns=128, depth=64, warps=4, stages=3, programs=2),
 )
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]

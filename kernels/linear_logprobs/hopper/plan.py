@@ -27,16 +27,20 @@ CANDIDATES = (  # what a GPU may choose from
     Tile(rows=128, columns=256, depth=64, warps=8, stages=4),
     Tile(rows=128, columns=256, depth=64, warps=8, stages=3, flat=True),
 )
-TILES = CANDIDATES[0]
+MIDDLE = CANDIDATES[4]
+TILES = CANDIDATES[5]
 CHUNKS = Chunks(rows=2048, leaves=1)
 BACKWARD_ROWS = 2048  # rows whose fp32 logits of a leaf exist at the same time in the backward pass
-FEW = 256  # up to here weights decide: they are read once, by the linear's provider for so many rows
+FEW = 64  # up to here weights decide: they are read once, by the linear's provider for so many rows
+SOME = 256  # up to here columns are given to programs one tile at a time
 FEW_ROWS = Chunks(rows=FEW, leaves=1 << 10)  # every leaf at once
 
 
 def plan_for(rows: int) -> Tile | Chunks:
     """The provider for so many rows."""
-    return FEW_ROWS if rows <= FEW else TILES
+    if rows <= FEW:
+        return FEW_ROWS
+    return MIDDLE if rows <= SOME else TILES
 
 
 def spans(rows: int, most: int) -> list[tuple[int, int]]:
