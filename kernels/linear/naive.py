@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """linear.chain/1: y = ((0 + p_0) + p_1) + ..., p_i = x[:, block i] @ w[:, block i]^T in fp32, one rounding at the end.
 
-Each p_i is a matrix product of one fixed shape, [ROW_TILE, k_block] @ [k_block, N]; rows are padded with zeros.
+Each p_i is a matrix product of one fixed shape, [ROW_TILE, k_block] @ [k_block, N]; rows are padded with zeros, and so are
+columns where there are fewer than COLUMNS, since a BLAS has other code for narrow products.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ROW_TILE = 16
+COLUMNS = 16
 
 
 def pack_weight(w: Tensor, *, k_block: int) -> Tensor:
@@ -24,6 +27,7 @@ def pack_weight(w: Tensor, *, k_block: int) -> Tensor:
 def chain(x: Tensor, packed: Tensor, acc: Tensor | None = None) -> Tensor:
     """fp32 [..., N]; `acc` is the accumulator another rank hands over."""
     blocks, k_block, N = packed.shape
+    packed = F.pad(packed, (0, max(0, COLUMNS - N)))
     rows = x.reshape(-1, blocks * k_block).float()
     y = torch.zeros(len(rows), N, dtype=torch.float32) if acc is None else acc.reshape(-1, N).clone()
     for start in range(0, len(rows), ROW_TILE):
@@ -32,7 +36,7 @@ def chain(x: Tensor, packed: Tensor, acc: Tensor | None = None) -> Tensor:
         tile[:count] = rows[start : start + count]
         for i in range(blocks):
             p = tile[:, i * k_block : (i + 1) * k_block] @ packed[i]
-            y[start : start + count] = y[start : start + count] + p[:count]
+            y[start : start + count] = y[start : start + count] + p[:count, :N]
     return y.reshape(*x.shape[:-1], N)
 
 

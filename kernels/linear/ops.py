@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from isoexec.kernels.domain import DomainError, require_float
 from isoexec.kernels.groups import gather_rows, name_of, resolve, size_of
 from isoexec.kernels.library import define
-from isoexec.kernels.linear.naive import ROW_TILE
+from isoexec.kernels.linear.naive import COLUMNS, ROW_TILE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,6 +58,11 @@ def _tiles(x: Tensor, width: int) -> tuple[Tensor, int]:
 def _accumulate(acc: Tensor, x: Tensor, packed: Tensor) -> None:
     """Acc [T * ROW_TILE, N] += x @ packed, block by block in order."""
     blocks, k_block, N = packed.shape
+    if N < COLUMNS:
+        wide = F.pad(acc, (0, COLUMNS - N))
+        _accumulate(wide, x, F.pad(packed, (0, COLUMNS - N)))
+        acc.copy_(wide[:, :N])
+        return
     T = acc.shape[0] // ROW_TILE
     acc3 = acc.view(T, ROW_TILE, N)
     xt = x.view(T, ROW_TILE, blocks, k_block)
