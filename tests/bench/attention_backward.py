@@ -133,7 +133,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
     """Torch's own switch, without the NaN that it would fill fresh memory with."""
     before, flags = torch.are_deterministic_algorithms_enabled(), cast("Any", torch.utils.deterministic)
     filled, flags.fill_uninitialized_memory = flags.fill_uninitialized_memory, False
-    torch.use_deterministic_algorithms(wanted, warn_only=True)
+    torch.use_deterministic_algorithms(wanted)  # where it only warns, FlashAttention-2 goes on as it was
     try:
         yield
     finally:
