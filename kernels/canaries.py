@@ -6,6 +6,7 @@ Inputs come from integer arithmetic, not from a random generator, so they are th
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -235,12 +236,12 @@ def _inputs(function_id: str, n: Mapping[str, int], dtype: torch.dtype) -> Input
                 "scale": n["head_dim"] ** -0.5,
             }
         case "attention.latent_segments":
-            made = {"dtype": torch.bfloat16, "scale": 2.0}  # the only dtype of tensor cores' attention
+            made = partial(fill, dtype=torch.bfloat16, scale=2.0)  # the only dtype of tensor cores' attention
             return {
-                "q_rope": fill(tokens, n["heads"], 64, salt=28, **made),
-                "q_latent": fill(tokens, n["heads"], 512, salt=29, **made),
-                "k_rope": fill(tokens, 64, salt=30, **made),
-                "latent": fill(tokens, 512, salt=31, **made),
+                "q_rope": made(tokens, n["heads"], 64, salt=28),
+                "q_latent": made(tokens, n["heads"], 512, salt=29),
+                "k_rope": made(tokens, 64, salt=30),
+                "latent": made(tokens, 512, salt=31),
                 "scale": 192**-0.5,
             }
         case "silu_mul.exp" | "silu_mul.poly":

@@ -40,14 +40,14 @@ def replay_times(graphs: Sequence[torch.cuda.CUDAGraph], copies: int, *, replays
     spans: list[list[float]] = [[] for _ in graphs]
     for turn in range(replays + 1):
         for place in range(len(graphs)):
-            graph, own = (some[(turn + place) % len(graphs)] for some in (graphs, spans))
+            which = (turn + place) % len(graphs)
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
-            graph.replay()
+            graphs[which].replay()
             end.record()
             torch.cuda.synchronize()
             if turn:  # the first turn warms up
-                own.append(begin.elapsed_time(end) * 1e3 / copies)
+                spans[which].append(begin.elapsed_time(end) * 1e3 / copies)
     return [sorted(own)[replays // 2] for own in spans]
 
 

@@ -27,8 +27,8 @@ BY_NAME = {family.name: family for family in FAMILIES}
 SOURCE = "sha256:" + "a" * 64
 RECORD = "sha256:" + "b" * 64
 
-# Regions of today's shipped contracts that nothing may be installed for, by why. Records are of one GPU, and what ranks exchange is
-# refused until `isoexec gate run --extend` has run on as many as are claimed; the linear's gate has changed since it ran.
+# Regions of today's shipped contracts that nothing may be installed for, by why. Records are of one GPU: what ranks exchange is
+# refused until `isoexec gate run --extend` has run on as many as are claimed. The linear's gate has changed since it ran.
 _LINEAR = {"column_linear", "lm_head", "row_linear"}
 _DENSE = {"embedding", "grad_norm", "head_logprobs", "logprobs"}
 _MOE = _DENSE | {"combine", "dispatch", "expert_linear", "silu_mul"}
