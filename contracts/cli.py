@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The console commands `isoexec contract ...` and `isoexec clear RUN`; each returns its exit code."""
+"""The console command `isoexec contract ...`; it returns its exit code."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from isoexec.contracts.errors import ContractError, IsoExecError
+from isoexec.contracts.errors import ContractError
 from isoexec.contracts.schema import Contract, json_schema, library
 
-__all__ = ["clear", "run"]
+__all__ = ["run"]
 
 
 def run(argv: list[str]) -> int:
@@ -94,35 +94,6 @@ def run(argv: list[str]) -> int:
         return stop.code if isinstance(stop.code, int) else 2
     act: Callable[[argparse.Namespace], int] = args.act
     return act(args)
-
-
-def clear(argv: list[str]) -> int:
-    """Clear a halted run, so that it may start again."""
-    parser = argparse.ArgumentParser(
-        prog="isoexec clear",
-        description="Clear the halt marker of a run, so that it may start again. Look at the cause first.",
-    )
-    parser.add_argument("run", metavar="RUN", help="name of the run")
-    try:
-        args = parser.parse_args(argv)
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 2
-    from isoexec.contracts.halting import HaltMarker, StateDirectory
-
-    state = StateDirectory.default()
-    folder = state.run(args.run).path
-    if not folder.is_dir():
-        known = ", ".join(state.runs()) or "none"
-        raise IsoExecError(
-            f"no run {args.run!r} under {state.path}; the runs there: {known}; is ISOEXEC_STATE_DIR right?"
-        )
-    marker = HaltMarker.read(folder)
-    if marker is None:
-        print(f"{args.run} is not halted")
-        return 0
-    HaltMarker.clear(folder)
-    print(f"cleared {args.run}, which was halted: {marker}")
-    return 0
 
 
 def _format(parser: argparse.ArgumentParser, *more: str) -> None:

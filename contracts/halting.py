@@ -14,7 +14,8 @@ import re
 import struct
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
@@ -53,6 +54,8 @@ _CAUSE_AT = _RULE_AT + _RULE_BYTES
 _CAUSE_BYTES = 512
 _TRIES = 200
 _PAUSE_SECONDS = 0.0005  # between tries: a writer may lose its processor inside a write
+_RESERVE = ".halt.reserve"
+_RESERVE_BYTES = 65536
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -113,12 +116,19 @@ class LeasePage:
 
     @classmethod
     def create(cls, path: Path) -> LeasePage:
-        """Map a page for writing, making the file (0600) if there is none; unknown until written."""
+        """Map a page for writing, making the file (0600) if there is none; unknown until written.
+
+        Raises LeaseError when the disk has no room for it, and OSError when the file cannot be opened.
+        """
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if os.fstat(descriptor).st_size != PAGE_BYTES:
                 os.ftruncate(descriptor, PAGE_BYTES)
+            # a hole that finds no block later would end the writer by SIGBUS
+            os.posix_fallocate(descriptor, 0, PAGE_BYTES)
             page = cls(mmap.mmap(descriptor, PAGE_BYTES), writable=True)
+        except OSError as error:
+            raise LeaseError(f"{path}: no room for a lease page: {error.strerror}; free some disk") from error
         finally:
             os.close(descriptor)
         return page
@@ -234,22 +244,46 @@ class HaltMarker:
     time: float = 0.0
     runbook: str = ""
 
+    @staticmethod
+    def reserve(run_dir: Path) -> None:
+        """Set aside the blocks of a marker, so that a halt is written on a full disk too. Raises OSError."""
+        path = run_dir / _RESERVE
+        if path.exists() and path.stat().st_size == _RESERVE_BYTES:
+            return
+        run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.write_bytes(b"\0" * _RESERVE_BYTES)
+        path.chmod(0o600)
+
     def write(self, run_dir: Path) -> Path:
-        """Put the marker down, proof against a power cut, unless one lies there: the first one counts."""
+        """Put the marker down, proof against a power cut, unless one lies there: the first one counts.
+
+        Raises OSError when it cannot be written, not even without its evidence.
+        """
         path = run_dir / "halt.json"
         if path.exists():
             return path
         run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         draft = run_dir / f".halt.{os.getpid()}.json"
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-            json.dump(asdict(self), out, sort_keys=True, indent=1, default=str)
-            out.write("\n")
-            out.flush()
-            os.fsync(out.fileno())
+        with suppress(FileNotFoundError):
+            (run_dir / _RESERVE).rename(draft)
+        try:
+            self._put(draft)
+        except OSError:
+            short = replace(self, evidence={"left out": "the disk had no room for the evidence"})
+            short._put(draft)
         draft.replace(path)
         _sync_directory(run_dir)
         return path
+
+    def _put(self, draft: Path) -> None:
+        raw = (json.dumps(asdict(self), sort_keys=True, indent=1, default=str) + "\n").encode()
+        # not truncated first: the blocks that are reserved are written over, then what is left of them is cut off
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as out:
+            out.write(raw)
+            out.flush()
+            out.truncate(len(raw))
+            os.fsync(out.fileno())
 
     @classmethod
     def read(cls, run_dir: Path) -> HaltMarker | None:

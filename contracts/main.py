@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 __all__ = ["GROUP", "OWN", "main"]
 
 GROUP = "isoexec.commands"
-OWN = {"contract": "isoexec.contracts.cli:run", "clear": "isoexec.contracts.cli:clear"}
+OWN = {
+    "contract": "isoexec.contracts.cli:run",
+    "halt": "isoexec.contracts.cli_halting:halt",
+    "clear": "isoexec.contracts.cli_halting:clear",
+    "mode": "isoexec.contracts.cli_halting:mode",
+}
 """The commands of this folder, as the package's entry points name them too."""
 
 

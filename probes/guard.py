@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from isoexec.contracts.errors import HaltedError
 from isoexec.contracts.halting import HaltMarker, Lease, LeasePage, LeaseState, Policy, StateDirectory
+from isoexec.contracts.modes import Mode, read_mode
 from isoexec.probes.client import ProbeSettings
 
 __all__ = ["Guard"]
@@ -24,18 +25,19 @@ _LOOK_SECONDS = 0.05
 
 
 class Guard:
-    """Reads the lease of a run.  Making one raises HaltedError while the run's halt marker lies there.
+    """Reads the lease of a run.  Making one raises HaltedError while the run's halt marker lies there and its mode is not off.
 
     The lease page exists once a process of the run has said hello, so make the guard after ``Client.connect``.
     """
 
     def __init__(self, settings: ProbeSettings) -> None:
         self._run = settings.run
-        self._directory = StateDirectory(settings.state_dir).run(settings.run)
+        self._state = StateDirectory(settings.state_dir)
+        self._directory = self._state.run(settings.run)
         self._policy = Policy.FAIL_CLOSED if settings.policy == "fail_closed" else Policy.FAIL_OPEN
-        self._lost = False
+        self._lost = self._said_off = False
         marker = HaltMarker.read(self._directory.path)
-        if marker is not None:
+        if marker is not None and not self._off():
             raise HaltedError(marker)
         self._page = LeasePage.open(self._directory.lease)
 
@@ -44,7 +46,8 @@ class Guard:
 
         Call it at each step boundary on every rank.  ``group`` is a torch process group; None means this process alone.  When
         the lease is lost (the daemon is dead or hung) the run's declared policy decides: fail_open goes on and says so,
-        fail_closed halts with verdict ``unknown``.
+        fail_closed halts with verdict ``unknown``.  A marker holds whether or not the daemon lives.  In mode off (see
+        `isoexec.contracts.modes`) this rank asks for nothing; each host of a run has a state directory of its own to set it in.
         """
         local = _GO if self._page.fine() else self._decide()
         if _agree(local, group) == _GO:
@@ -54,17 +57,31 @@ class Guard:
             checkpoint()
         raise HaltedError(marker)
 
+    def _off(self) -> bool:
+        setting = read_mode(self._state, self._run)
+        off = setting.mode is Mode.OFF
+        if off and not self._said_off:
+            _log.critical("mode off: no verdict stops this run", run=self._run, file=str(setting.path))
+        self._said_off = off
+        return off
+
     def _decide(self) -> int:
+        if self._off():
+            return _GO
+        if self._directory.marker.exists():
+            return _HALT
         lease = self._confirmed()
         if lease.state is LeaseState.HALT:
             return _HALT
         if _stands(lease):
             self._lost = False
             return _GO
-        if self._policy is Policy.FAIL_CLOSED:
+        mode = read_mode(self._state, self._run).mode
+        if self._policy is Policy.FAIL_CLOSED and mode is Mode.ENFORCE:
             return _HALT
         if not self._lost:
-            _log.critical("lease lost; the policy is fail_open, so the run goes on unwatched", run=self._run)
+            why = "the policy is fail_open" if self._policy is Policy.FAIL_OPEN else f"the mode is {mode}"
+            _log.critical(f"lease lost; {why}, so the run goes on unwatched", run=self._run)
             self._lost = True
         return _GO
 

@@ -33,7 +33,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands of this room, whatever else is installed."""
     points = [
         EntryPoint("contract", "isoexec.contracts.cli:run", console.GROUP),
-        EntryPoint("clear", "isoexec.contracts.cli:clear", console.GROUP),
+        EntryPoint("clear", "isoexec.contracts.cli_halting:clear", console.GROUP),
         EntryPoint("broken", "isoexec.contracts.no_such_module:run", console.GROUP),
     ]
     monkeypatch.setattr(console, "entry_points", lambda **_: points)

@@ -12,6 +12,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from isoexec.contracts.errors import HaltedError
 from isoexec.contracts.halting import HaltMarker, LeaseError, LeasePage, LeaseState, Policy, StateDirectory
+from isoexec.contracts.modes import Mode, write_mode
 from isoexec.probes.client import ProbeSettings
 from isoexec.probes.guard import Guard
 
@@ -103,3 +104,47 @@ def test_all_ranks_stop_at_the_same_step_though_one_alone_was_told(tmp_path: Pat
     told, followed = [(tmp_path / f"rank{r}").read_text() for r in (0, 1)]
     assert "norm is native" in told
     assert "another rank" in followed
+
+
+def test_mode_off_lets_a_halted_and_a_daemonless_run_go_on(tmp_path: Path, page: LeasePage) -> None:
+    state = StateDirectory(tmp_path)
+    guard = Guard(settings(tmp_path, "fail_closed"))
+    write_mode(state, "r", Mode.OFF, by="me", reason="wrong alarm")
+    page.write(LeaseState.HALT, step=3, rule="topology", cause="broken")
+    HaltMarker(run="r", step=3, rule="topology", cause="broken", verdict="violation").write(
+        state.run("r").path
+    )
+    guard.check(4)
+    page.write(LeaseState.OK, ttl_seconds=0.0)
+    guard.check(5)
+    Guard(settings(tmp_path)).check(5)
+    write_mode(state, "r", Mode.ENFORCE, by="me", reason="")
+    with pytest.raises(HaltedError, match="broken"):
+        guard.check(6)
+
+
+@pytest.mark.parametrize("mode", [Mode.WARN, Mode.DRYRUN])
+def test_a_weaker_mode_lets_a_fail_closed_run_go_on_but_holds_what_a_person_halted(
+    tmp_path: Path, page: LeasePage, mode: Mode
+) -> None:
+    state = StateDirectory(tmp_path)
+    guard = Guard(settings(tmp_path, "fail_closed"))
+    write_mode(state, "r", mode, by="me", reason="")
+    page.write(LeaseState.OK, ttl_seconds=0.0)
+    guard.check(1)
+    HaltMarker(run="r", step=-1, rule="operator", cause="stop", verdict="unknown").write(state.run("r").path)
+    with pytest.raises(HaltedError, match="operator"):
+        guard.check(2)
+
+
+def test_a_marker_halts_with_the_daemon_dead_though_the_policy_is_fail_open(
+    tmp_path: Path, page: LeasePage
+) -> None:
+    guard = Guard(settings(tmp_path))
+    page.write(LeaseState.OK, ttl_seconds=0.0)
+    guard.check(1)
+    HaltMarker(run="r", step=-1, rule="operator", cause="stop", verdict="unknown").write(
+        StateDirectory(tmp_path).run("r").path
+    )
+    with pytest.raises(HaltedError, match="operator"):
+        guard.check(2)
