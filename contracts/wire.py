@@ -30,6 +30,7 @@ __all__ = [
     "MAGIC",
     "MESSAGES",
     "ROLES",
+    "SEQUENCES_LIMIT",
     "VERSION",
     "Attestation",
     "Bye",
@@ -52,6 +53,8 @@ HEADER_LIMIT = 1 << 20
 """Bytes of header at most."""
 BODY_LIMIT = 64 << 20
 """Bytes of body at most."""
+SEQUENCES_LIMIT = 1 << 14
+"""Sequences of one message at most: each costs the daemon a look-up, however short it is."""
 ROLES = ("engine", "trainer", "driver")
 CASES = ("engine_prefill", "engine_decode", "trainer_fwd", "trainer_recompute", "trainer_score")
 
@@ -73,11 +76,12 @@ def _long_text(value: Any) -> bool:
 
 
 def _integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    # what a float and a JSON reader hold exactly
+    return isinstance(value, int) and not isinstance(value, bool) and -(1 << 53) <= value <= 1 << 53
 
 
 def _count(value: Any) -> bool:
-    return _integer(value) and 0 <= value < _U64
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _U64
 
 
 def _flag(value: Any) -> bool:
@@ -281,6 +285,10 @@ class Logprobs(Message):
     def __post_init__(self) -> None:
         super().__post_init__()
         n = self.digests.shape[0]
+        if n > SEQUENCES_LIMIT:
+            raise WireError(
+                f"logprobs: wanted {SEQUENCES_LIMIT} sequences at most, found {n}; send several messages"
+            )
         if self.digests.shape[1] != 16 or self.lengths.shape[0] != n or self.starts.shape[0] != n:
             raise WireError(
                 f"logprobs: wanted digests [n, 16], lengths [n], starts [n], found {self.digests.shape}, "

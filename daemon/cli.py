@@ -35,12 +35,26 @@ def run(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--http", default=None, metavar="HOST:PORT", help="default 127.0.0.1:9461; port 0: any"
     )
+    parser.add_argument(
+        "--tcp", default=None, metavar="HOST:PORT", help="hear probes of other hosts too; needs --tcp-token"
+    )
+    parser.add_argument("--tcp-token", default=None, metavar="FILE", help="token of those probes, mode 0600")
     parser.add_argument("--log", choices=("json", "console"), default=None)
     parser.add_argument("--config", type=Path, default=None, help="YAML file of settings; flags win")
     chosen = parser.parse_args(argv)
     try:
-        host, port = _address(chosen.http)
-        config = Config.load(chosen.config, log=chosen.log, http_host=host, http_port=port, **_state(chosen))
+        host, port = _address(chosen.http, "--http")
+        tcp_host, tcp_port = _address(chosen.tcp, "--tcp")
+        config = Config.load(
+            chosen.config,
+            log=chosen.log,
+            http_host=host,
+            http_port=port,
+            tcp_host=tcp_host,
+            tcp_port=tcp_port,
+            tcp_token=chosen.tcp_token,
+            **_state(chosen),
+        )
         _logging(config.log)
         return asyncio.run(_serve(config))
     except IsoExecError as error:
@@ -68,12 +82,12 @@ def _settings(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _address(text: str | None) -> tuple[str | None, int | None]:
+def _address(text: str | None, flag: str) -> tuple[str | None, int | None]:
     if text is None:
         return None, None
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal():
-        raise ConfigError(f"--http: wanted HOST:PORT, found {text!r}")
+        raise ConfigError(f"{flag}: wanted HOST:PORT, found {text!r}")
     return host.strip("[]"), int(port)
 
 
@@ -113,11 +127,12 @@ async def _serve(config: Config) -> int:
     server = HttpServer(service)
     stop = asyncio.Event()
     service.install_signals(stop)
-    await service.start()
+    tcp = bind(config.tcp_host, config.tcp_port) if config.tcp_host else None
+    await service.start(tcp)
     web = asyncio.create_task(server.run_on(bound))
     while not server.started and not web.done():
         await asyncio.sleep(0.005)
-    service.note(address)
+    service.note(address, tcp=":".join(map(str, tcp.getsockname()[:2])) if tcp else None)
     print(f"isoexec daemon: {address}, state in {config.state_dir}", flush=True)
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({stopping, web}, return_when=asyncio.FIRST_COMPLETED)

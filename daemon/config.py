@@ -33,6 +33,36 @@ class Config:
     state_dir: Path
     http_host: str = "127.0.0.1"
     http_port: int = 9461
+    http_hosts: tuple[str, ...] = ()
+    """Names, beside the loopback ones, by which HTTP may be asked while it is bound to loopback."""
+    http_token: Path | None = None
+    """File of a token that HTTP asks of all but health checks, as `Authorization: Bearer`."""
+    tcp_host: str | None = None
+    """Address on which probes of other hosts are heard; None: unix socket only."""
+    tcp_port: int = 9462
+    tcp_token: Path | None = None
+    """File of the token that those probes hold, mode 0600; needed with `tcp_host`."""
+    tcp_certificate: Path | None = None
+    """PEM file of a certificate chain: probes of other hosts speak TLS 1.3. Needs `tcp_key`."""
+    tcp_key: Path | None = None
+    max_connections: int = 4096
+    """Streams of probes open at one time."""
+    max_processes: int = 4096
+    """Processes of one run, those that ended included."""
+    max_open_steps: int = 1024
+    """Steps of one run that are open at one time; a peer that opens more is cut off."""
+    hello_seconds: float = 10.0
+    """How long a new stream may take to prove its token, and then to say hello."""
+    stall_seconds: float = 60.0
+    """How long a stream may stand still inside a frame."""
+    idle_seconds: float = 600.0
+    """How long a stream may say nothing; probes report every two seconds. Its process is then no longer connected."""
+    frames_per_second: float = 1000.0
+    """Pace at which one stream is read, messages a second, with twice that at once."""
+    bytes_per_second: float = float(512 << 20)
+    """Pace at which one stream is read, bytes a second, with twice that at once."""
+    waiting_bytes: int = 256 << 20
+    """Bytes received and not yet processed, at most, over all streams; one stream has an eighth."""
     log: str = "console"
     settle_seconds: float = 2.0
     """How long a window waits for tokens that have no partner yet, once both sides have reported the step."""
@@ -85,9 +115,11 @@ class Config:
             raise ConfigError(f"{where}: unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
         if isinstance(values.get("escalation"), Mapping):
             values["escalation"] = _section(Escalation, values["escalation"], f"{where}: escalation")
-        for name in ("state_dir", "rules"):
+        for name in ("state_dir", "rules", "http_token", "tcp_token", "tcp_certificate", "tcp_key"):
             if isinstance(values.get(name), str):
                 values[name] = Path(values[name]).expanduser()
+        if isinstance(values.get("http_hosts"), list):
+            values["http_hosts"] = tuple(map(str, values["http_hosts"]))
         try:
             config = cls(**values)
         except TypeError as error:
@@ -102,6 +134,16 @@ class Config:
     def _check(self, where: str) -> None:
         bounds: dict[str, tuple[float, float]] = {
             "http_port": (0, 65535),
+            "tcp_port": (0, 65535),
+            "max_connections": (1, 1 << 20),
+            "max_processes": (1, 1 << 20),
+            "max_open_steps": (2, 1 << 20),
+            "hello_seconds": (0.01, 3600),
+            "stall_seconds": (0.01, 86400),
+            "idle_seconds": (0.01, 1 << 30),
+            "frames_per_second": (1, 1 << 30),
+            "bytes_per_second": (1 << 10, 1 << 50),
+            "waiting_bytes": (1 << 20, 1 << 40),
             "settle_seconds": (0, 3600),
             "quiet_seconds": (0, 3600),
             "window_seconds": (0.01, 86400),
@@ -120,6 +162,13 @@ class Config:
                 raise ConfigError(f"{where}: {name}: wanted a number from {low} to {high}, found {value!r}")
         if self.log not in ("json", "console"):
             raise ConfigError(f"{where}: log: wanted json or console, found {self.log!r}")
+        if self.tcp_host is not None and self.tcp_token is None:
+            raise ConfigError(
+                f"{where}: tcp_token: tcp_host is open to other hosts, so probes must hold a token; "
+                f"make one: openssl rand -hex 32 > FILE && chmod 600 FILE"
+            )
+        if (self.tcp_certificate is None) != (self.tcp_key is None):
+            raise ConfigError(f"{where}: tcp_certificate and tcp_key are set together or not at all")
         if not isinstance(self.silence_seconds, Mapping) or self.silence_seconds.keys() - self._silence():
             raise ConfigError(f"{where}: silence_seconds: wanted a map of engine, trainer and driver")
 

@@ -62,16 +62,15 @@ class Enforcer:
             return
         self._journal_window(run, window, verdicts)
         self._act(run, window, verdicts)
-        self._show(run, None, window, verdicts, 0)
+        self._show(run, None, window, verdicts, {})
 
     def judge(self, run: Run, state: StepState | None, now: float) -> None:
         start = time.thread_time()
-        dropped = run.dropped_reported
         window, findings = run.window(state, now)
         verdicts = run.judge.judge(window)
         key = self._journal_window(run, window, verdicts)
         self._act(run, window, verdicts)
-        self._show(run, state, window, verdicts, run.dropped_reported - dropped)
+        self._show(run, state, window, verdicts, run.dropped_of_window)
         self.show_regions(run, findings)
         self._metrics.add("evaluate_seconds", time.thread_time() - start)
         if state is not None:
@@ -150,17 +149,15 @@ class Enforcer:
         state: StepState | None,
         window: Window,
         verdicts: list[Verdict],
-        dropped: int,
+        dropped: dict[str, int],
     ) -> None:
         name, metrics = run.name, self._metrics
         for stats, total in state.stats() if state else ():
             metrics.pair(name, stats, total)
         for role, tokens in (state.unpaired if state else {}).items():
             metrics.add("tokens_unpaired", tokens, run=name, role=role)
-        # a drop is known as a number, not by role, once several roles have gaps: it is shown where it is largest
-        if dropped:
-            loser = max(run.processes.values(), key=lambda process: process.lost)
-            metrics.add("messages_dropped", dropped, run=name, role=loser.role)
+        for role, messages in dropped.items():
+            metrics.add("messages_dropped", messages, run=name, role=role)
         metrics.state("verdict", run_outcome((v.outcome, v.action) for v in verdicts), run=name)
         for verdict in verdicts:
             metrics.state("rule_outcome", verdict.outcome, run=name, rule=verdict.rule)

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The daemon over HTTP: metrics, health, the journal as JSON, and a status page. Reading only: nothing acts."""
+"""The daemon over HTTP: metrics, health, the journal as JSON, and a status page. Reading only: nothing acts.
+
+Bound to loopback it answers only where it is asked by a loopback name, so that no web page reads it through a name of its own
+(DNS rebinding). With `http_token` set, everything but the health checks asks for the token.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import ipaddress
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -11,17 +17,31 @@ from typing import Any
 import uvicorn
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as ASGIMessage
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from isoexec.contracts.tokens import read_token, same
+from isoexec.daemon.config import Config
 from isoexec.daemon.page import run_page, runs_page
 from isoexec.daemon.service import Service, package_version
 from isoexec.daemon.views import run_view, runs_view
 
-__all__ = ["HttpServer", "application", "bind"]
+__all__ = ["Doorkeeper", "HttpServer", "application", "bind"]
 
 _MOST = 5000
+_CONNECTIONS = 256
+_REQUEST_SECONDS = 10.0
+_HEADERS = (
+    (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-store"),
+)
 
 
 def application(service: Service) -> Starlette:
@@ -38,7 +58,8 @@ def application(service: Service) -> Starlette:
 
     async def readyz(_: Request) -> Response:
         ready = service.ready
-        return JSONResponse({"ready": ready, "runs": len(service.runs)}, status_code=200 if ready else 503)
+        found = {"ready": ready, "runs": len(service.runs), "refused": dict(service.ingest.refused)}
+        return JSONResponse(found, status_code=200 if ready else 503)
 
     async def runs(_: Request) -> Response:
         return JSONResponse({"runs": runs_view(state, journal)})
@@ -84,8 +105,59 @@ def application(service: Service) -> Starlette:
             Route("/api/v1/runs/{run}", run),
             Route("/api/v1/runs/{run}/windows", windows),
             Route("/api/v1/runs/{run}/verdicts", verdicts),
-        ]
+        ],
+        middleware=[Middleware(Doorkeeper, config=service.config)],
     )
+
+
+class Doorkeeper:
+    """Refuses requests under another's name, without the token, or that are not text; puts the headers on every answer."""
+
+    def __init__(self, app: ASGIApp, config: Config) -> None:
+        self._app = app
+        self._token = read_token(config.http_token) if config.http_token else None
+        loopback = config.http_host == "localhost" or _is_loopback(config.http_host)
+        self._hosts = {"localhost", "127.0.0.1", "[::1]", *config.http_hosts} if loopback else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: ASGIMessage) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *_HEADERS]
+            await send(message)
+
+        answer: Response | None = self._refusal(Request(scope))
+        await (self._app if answer is None else answer)(scope, receive, send_with_headers)
+
+    def _refusal(self, request: Request) -> Response | None:
+        asked = request.headers.get("host", "")
+        name = asked[: asked.rfind("]") + 1] if asked.startswith("[") else asked.partition(":")[0]
+        if self._hosts is not None and name.lower() not in self._hosts:
+            return JSONResponse(
+                {"error": "ask for localhost, or name this host in http_hosts"}, status_code=421
+            )
+        path = request.scope["path"]
+        if not path.isprintable() or len(path) > 1024:
+            return JSONResponse({"error": "a path of printable characters, 1024 at most"}, status_code=400)
+        if self._token is not None and path not in ("/healthz", "/readyz"):
+            kind, _, given = request.headers.get("authorization", "").partition(" ")
+            if kind.lower() != "bearer" or not same(given.strip().encode("latin-1", "replace"), self._token):
+                return JSONResponse(
+                    {"error": "wanted Authorization: Bearer TOKEN, as in http_token"},
+                    status_code=401,
+                    headers={"www-authenticate": "Bearer"},
+                )
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _missing(request: Request) -> Response:
@@ -94,7 +166,7 @@ def _missing(request: Request) -> Response:
 
 def _limit(request: Request, default: int) -> int:
     text = request.query_params.get("limit", str(default))
-    return min(max(int(text), 1), _MOST) if text.isdecimal() else default
+    return min(max(int(text), 1), _MOST) if text.isdecimal() and len(text) <= 9 else default
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -110,6 +182,32 @@ def bind(host: str, port: int) -> socket.socket:
     return server
 
 
+class _Impatient(H11Protocol):
+    """HTTP/1.1 whose first request must come in time and whose streams are bounded in number."""
+
+    since = 0.0
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.since = self.loop.time()
+        if len(self.connections) > _CONNECTIONS:
+            # the one that has been there longest without asking anything makes room
+            idle = [one for one in self.connections if getattr(one, "cycle", None) is None]
+            min(idle or [self], key=lambda one: getattr(one, "since", 0.0)).transport.close()
+        self._late = self.loop.call_later(_REQUEST_SECONDS, self._hang_up)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._late is not None:
+            self._late.cancel()
+        super().connection_lost(exc)
+
+    def _hang_up(self) -> None:
+        # keep-alive between requests has a limit of its own
+        if getattr(self, "cycle", None) is None:
+            self.transport.close()
+
+
 class HttpServer(uvicorn.Server):
     """uvicorn on a bound socket, which leaves the signals to the daemon."""
 
@@ -117,6 +215,10 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 application(service),
+                http=_Impatient,
+                ws="none",
+                backlog=128,
+                h11_max_incomplete_event_size=16 << 10,
                 log_config=None,
                 access_log=False,
                 lifespan="off",

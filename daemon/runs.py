@@ -22,6 +22,8 @@ from isoexec.daemon.window import StepBuilder, StepState
 __all__ = ["Process", "Run"]
 
 _SIDES = ("engine", "trainer")
+_REFUSED = 256
+"""Places of which the refusal is remembered; one is enough to halt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +43,7 @@ class Process:
     first_seq: int = 0
     last_seq: int = 0
     received: int = 0
+    spoiled: int = 0  # messages that came and could not be taken
     probe: Probe | None = None
 
     @property
@@ -55,7 +58,7 @@ class Process:
     def lost(self) -> int:
         """Messages that never came: gaps in the numbering, or what the probe says it dropped, if more."""
         gaps = self.last_seq - self.first_seq + 1 - self.received
-        return max(gaps, self.probe.dropped if self.probe else 0, 0)
+        return max(gaps, self.probe.dropped if self.probe else 0, 0) + self.spoiled
 
     def count(self, message: Message) -> None:
         if self.received == 0:
@@ -85,7 +88,9 @@ class Run:
     said: dict[tuple[str, str], float] = field(default_factory=dict)  # (role, type) -> monotonic
     halted: bool = False
     last_step: int = -1
-    dropped_reported: int = 0
+    dropped_reported: dict[str, int] = field(default_factory=dict)  # by role
+    lost_before: dict[str, int] = field(default_factory=dict)  # by role, of processes that were replaced
+    dropped_of_window: dict[str, int] = field(default_factory=dict)  # by role
     silent_at: float = 0.0
     step_seconds: dict[str, float] = field(default_factory=dict)
     phases_done: set[tuple[int, str]] = field(default_factory=set)
@@ -120,6 +125,8 @@ class Run:
         place = (hello.role, hello.replica, hello.rank)
         if not agreement.accepted:
             self.refused[place] = agreement.fields
+            if len(self.refused) > _REFUSED:
+                del self.refused[next(iter(self.refused))]
             return agreement
         self.refused.pop(place, None)
         old = self.processes.get(hello.source)
@@ -133,12 +140,26 @@ class Run:
                 old.last_seq,
                 old.received,
             )
+            process.spoiled = old.spoiled
+        elif old is not None:
+            self.lost_before[old.role] = self.lost_before.get(old.role, 0) + old.lost
         if old is not None and old.handle is not None:
             old.handle.close()
         self.processes[hello.source] = process
         process.count(hello)
         self.hear(hello, now)
         return agreement
+
+    def take_dropped(self) -> dict[str, int]:
+        """Give the messages lost since this was last asked, by role, where there are any."""
+        lost = dict(self.lost_before)
+        for process in self.processes.values():
+            lost[process.role] = lost.get(process.role, 0) + process.lost
+        fresh = {role: count - self.dropped_reported.get(role, 0) for role, count in lost.items()}
+        fresh = {role: count for role, count in fresh.items() if count > 0}
+        for role, count in fresh.items():
+            self.dropped_reported[role] = self.dropped_reported.get(role, 0) + count
+        return fresh
 
     def adopt(self, hello: Hello, contract: Contract | None, judge: Judge) -> None:
         """Let the first process that computes anything declare what the run is, where a driver came before it."""
@@ -203,9 +224,8 @@ class Run:
     def window(self, state: StepState | None, now: float) -> tuple[Window, Findings]:
         """Make the window of a closed step; None makes one of silence, on the step that should have come."""
         findings = self.findings()
-        lost = sum(process.lost for process in self.processes.values())
-        dropped = max(lost - self.dropped_reported, 0)
-        self.dropped_reported = max(lost, self.dropped_reported)
+        self.dropped_of_window = self.take_dropped()
+        dropped = sum(self.dropped_of_window.values())
         version = state.weight_version if state else -1
         if version < 0:
             version = max((self.weights.latest(role) or -1 for role in _SIDES), default=-1)

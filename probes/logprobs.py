@@ -60,7 +60,7 @@ class LogprobTap:
             if sampled(digest, self._one_in):
                 chosen.append((digest, s))
                 pending += len(s.response)
-            if pending >= _TOKENS_A_MESSAGE:
+            if pending >= _TOKENS_A_MESSAGE or len(chosen) >= wire.SEQUENCES_LIMIT:
                 sent += self._send(case, chosen, step, weight_version, temperature, logprobs_mode)
                 chosen, pending = [], 0
         return sent + self._send(case, chosen, step, weight_version, temperature, logprobs_mode)
