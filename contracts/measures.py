@@ -19,10 +19,12 @@ __all__ = [
     "CLAIMS",
     "LABEL_VALUES",
     "MEASURES",
+    "MODES",
     "OUTCOMES",
     "PAIR_LABELS",
     "PHASES",
     "PREFIX",
+    "STAGES",
     "STATES",
     "Measure",
     "series_names",
@@ -33,6 +35,8 @@ PREFIX = "isoexec_"
 OUTCOMES = ("pass", "violation", "unknown")
 ACTIONS = ("dryrun", "warn", "halt")
 STATES = ("ok", "warn", "halt", "unknown")
+MODES = ("enforce", "warn", "dryrun", "off", "unknown")
+STAGES = ("cooperative", "terminate", "runtime", "kill")
 CLAIMS = ("handshake", "topology", "regions", "canaries", "weights", "sampling", "environment")
 PHASES = ("generation", "score", "train", "sync", "step", "probe")
 PAIR_LABELS = tuple(":".join(pair) for pair in PAIRS)
@@ -51,6 +55,8 @@ LABEL_VALUES: dict[str, tuple[str, ...]] = {
     "value": TRAIN_VALUES,
     "type": ("hello", "attestation", "logprobs", "weights", "step", "probe", "bye"),
     "mode": ("monitor", "contract"),
+    "halting": MODES,
+    "stage": STAGES,
     "policy": ("fail_open", "fail_closed"),
 }
 
@@ -146,6 +152,9 @@ _ALL = (
     ),
     _counter("halts", "Times the run was halted", "run"),
     _gauge("halted", "1 while a halt marker stands, else 0", "run"),
+    _states("halting", "What verdicts may do to the run: its mode", "run", "halting", states=MODES),
+    _counter("halt_stages", "Stages of stopping that halts came to", "run", "stage"),
+    _counter("halt_stage_seconds", "Time that halts spent in each stage", "run", "stage", unit="seconds"),
     # progress and cost
     _gauge("step", "Last step seen", "run"),
     _counter("steps", "Steps seen", "run"),
@@ -172,6 +181,11 @@ _ALL = (
     _counter("decode_errors", "Frames that could not be read; each closed its connection"),
     _counter("collector_errors", "Scrapes in which a part of the collector failed"),
     _counter("runs_refused", "Runs not exported because the cap on runs was reached"),
+    _gauge("journal_degraded", "1 while rows wait in memory for a disk that refuses them, else 0"),
+    _gauge("journal_rows_waiting", "Rows that wait for the journal's disk"),
+    _counter("journal_errors", "Writes that the journal's disk refused"),
+    _counter("journal_rows_lost", "Journal rows given up because too many waited"),
+    _counter("evidence_errors", "Samples and evidence bundles that could not be written"),
     _counter("ingest_seconds", "Processor time spent reading and pairing", unit="seconds"),
     _counter("evaluate_seconds", "Processor time spent judging windows", unit="seconds"),
     _gauge("queue_depth", "Messages received and not yet processed"),

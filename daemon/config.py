@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from isoexec.contracts.errors import IsoExecError
+from isoexec.daemon.runtimes import Runtime
 
 __all__ = ["Config", "ConfigError", "Escalation"]
 
@@ -19,11 +20,19 @@ class ConfigError(IsoExecError):
 
 @dataclass(frozen=True, kw_only=True)
 class Escalation:
-    """What follows a halt that the job does not heed. Off unless `enabled`; each stage is journaled."""
+    """What follows a halt that the job does not heed. Off unless `enabled`; each stage is timed, counted and journaled."""
 
     enabled: bool = False
     cooperative_seconds: float = 120.0
+    """How long the job has to stop by itself, checkpoint included."""
     terminate_seconds: float = 30.0
+    """How long after SIGTERM."""
+    runtimes: tuple[Runtime, ...] = ()
+    """Runtimes that are asked next, each for the runs that it names."""
+    runtime_seconds: float = 60.0
+    """How long after they were asked."""
+    kill_seconds: float = 10.0
+    """How long after SIGKILL a process may take to be gone before that is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +95,16 @@ class Config:
     """Raw pairs kept of one window for diagnosis."""
     sample_windows: int = 32
     """Windows of which raw pairs are kept, per run."""
+    evidence_bundles: int = 32
+    """Evidence bundles kept per run: one of each halt, and of the first window in which a rule or cause shows."""
+    evidence_bytes: int = 4 << 20
+    """Largest evidence bundle."""
+    journal_bytes: int = 1 << 30
+    """Size of the journal above which its oldest rows move to an archive, and size of an archive."""
+    journal_days: float = 30.0
+    """Age at which rows move to an archive."""
+    journal_archives: int = 8
+    """Archives kept beside the journal; the oldest go."""
     max_runs: int = 64
     """Runs exported at one time."""
     run_ttl_seconds: float = 3600.0
@@ -153,6 +172,11 @@ class Config:
             "pending_tokens": (1, 1 << 32),
             "sample_tokens": (0, 1 << 24),
             "sample_windows": (0, 10000),
+            "evidence_bundles": (0, 10000),
+            "evidence_bytes": (1 << 16, 1 << 30),
+            "journal_bytes": (1 << 20, 1 << 40),
+            "journal_days": (0.001, 36500),
+            "journal_archives": (1, 10000),
             "max_runs": (1, 1000),
             "run_ttl_seconds": (0.01, 1 << 30),
         }
@@ -177,4 +201,17 @@ def _section(kind: type[Escalation], values: Mapping[str, Any], where: str) -> E
     known = {item.name for item in fields(kind)}
     if unknown := sorted(set(map(str, values)) - known):
         raise ConfigError(f"{where}: unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
-    return kind(**values)
+    given = dict(values)
+    if not isinstance(given.get("enabled", False), bool):
+        raise ConfigError(f"{where}: enabled: wanted true or false, found {given['enabled']!r}")
+    for name in sorted(known - {"enabled", "runtimes"}):
+        value = given.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 86400:
+            raise ConfigError(f"{where}: {name}: wanted seconds from 0 to 86400, found {value!r}")
+    found = given.get("runtimes", ())
+    if not isinstance(found, list | tuple):
+        raise ConfigError(f"{where}: runtimes: wanted a list, found {found!r}")
+    given["runtimes"] = tuple(
+        Runtime.of(one, f"{where}: runtimes[{index}]") for index, one in enumerate(found)
+    )
+    return kind(**given)

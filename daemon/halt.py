@@ -12,9 +12,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -28,8 +28,9 @@ from isoexec.contracts.halting import (
     StateDirectory,
 )
 from isoexec.daemon.config import Escalation
+from isoexec.daemon.runtimes import Runtime
 
-__all__ = ["LeaseKeeper", "ProcessHandle", "escalate"]
+__all__ = ["LeaseKeeper", "ProcessHandle", "StageReport", "escalate"]
 
 _log = structlog.get_logger("isoexec.daemon")
 
@@ -86,6 +87,10 @@ class LeaseKeeper:
                 directory = self._state.run(run)
                 directory.path.mkdir(parents=True, exist_ok=True, mode=0o700)
                 page = LeasePage.create(directory.lease)
+                try:
+                    HaltMarker.reserve(directory.path)
+                except OSError as error:
+                    _log.critical("no room set aside for a halt marker", run=run, error=str(error))
             else:
                 page = held[0]
             self._pages[run] = (page, standing)
@@ -149,36 +154,110 @@ class ProcessHandle:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._descriptor, number)
 
+    def again(self) -> ProcessHandle:
+        """Give a second handle of the same process, to be closed by itself."""
+        other = object.__new__(ProcessHandle)
+        other.pid, other._descriptor = self.pid, os.dup(self._descriptor)
+        return other
+
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageReport:
+    """One moment of a halt: the stage that begins, or how it ended.
+
+    stage: terminate, runtime or kill as one begins; at the end stopped, survived (SIGKILL did not end it either),
+    not_stopped (no further stage is allowed), called_off (the halt was lifted) or unseen (no process of the run is on this
+    host, so whether it stopped is unknown). pids: what still lived. seconds: since the halt. before: the stage that is left;
+    before_seconds: how long it took. answers: what runtimes said.
+    """
+
+    stage: str
+    pids: list[int]
+    seconds: float
+    before: str
+    before_seconds: float
+    answers: dict[str, str] = field(default_factory=dict)
+
+
 async def escalate(
-    processes: Callable[[], Iterable[ProcessHandle]],
+    processes: Sequence[ProcessHandle],
     settings: Escalation,
-    record: Callable[[str, list[int]], None],
+    record: Callable[[StageReport], None],
     *,
+    runtimes: Sequence[Runtime] = (),
+    stands: Callable[[], bool] = lambda: True,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
-    """Wait for the job to stop by itself, then SIGTERM, then SIGKILL what still lives; `record` each stage."""
-    stages = (
-        ("terminate", settings.cooperative_seconds, signal.SIGTERM),
-        ("kill", settings.terminate_seconds, signal.SIGKILL),
-    )
-    for name, patience, number in stages:
+    """Wait for the job to stop by itself, then SIGTERM, then its runtime, then SIGKILL what still lives.
+
+    `stands` is asked before every stage and while waiting: a halt that was lifted is called off. Where `settings` does not
+    enable escalation only the wait is timed.
+    """
+    began = entered = time.monotonic()
+    before = "cooperative"
+
+    def say(stage: str, answers: dict[str, str] | None = None) -> None:
+        nonlocal before, entered
+        now = time.monotonic()
+        record(
+            StageReport(
+                stage=stage,
+                pids=[process.pid for process in processes if process.alive()],
+                seconds=now - began,
+                before=before,
+                before_seconds=now - entered,
+                answers=answers or {},
+            )
+        )
+        before, entered = stage, now
+
+    async def over(patience: float) -> bool:
         deadline = time.monotonic() + patience
-        while any(process.alive() for process in processes()):
+        while stands():
+            if processes and not any(process.alive() for process in processes):
+                say("stopped")
+                return True
             left = deadline - time.monotonic()
             if left <= 0:
-                break
+                return False
             await sleep(min(left, 0.1))
-        living = [process for process in processes() if process.alive()]
-        if not living:
-            record("stopped", [])
+        say("called_off")
+        return True
+
+    if await over(settings.cooperative_seconds):
+        return
+    if not settings.enabled:
+        say("not_stopped" if processes else "unseen")
+        return
+    if processes:
+        say("terminate")
+        _send(processes, signal.SIGTERM)
+        if await over(settings.terminate_seconds):
             return
-        record(name, [process.pid for process in living])
-        for process in living:
+    if runtimes:
+        answers = dict(zip([one.name for one in runtimes], await _ask(runtimes), strict=True))
+        say("runtime", answers)
+        if await over(settings.runtime_seconds):
+            return
+    if not processes:
+        say("unseen")
+        return
+    say("kill")
+    _send(processes, signal.SIGKILL)
+    if not await over(settings.kill_seconds):
+        say("survived")
+
+
+async def _ask(runtimes: Sequence[Runtime]) -> list[str]:
+    return list(await asyncio.gather(*(one.stop() for one in runtimes)))
+
+
+def _send(processes: Iterable[ProcessHandle], number: signal.Signals) -> None:
+    for process in processes:
+        if process.alive():
             process.send(number)
-    _log.warning("sent SIGKILL to what did not stop")

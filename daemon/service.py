@@ -18,8 +18,9 @@ from typing import Any
 import structlog
 
 from isoexec.contracts.errors import IsoExecError, WireError
-from isoexec.contracts.halting import HaltMarker, LeaseState, StateDirectory
+from isoexec.contracts.halting import HaltMarker, LeaseError, LeaseState, StateDirectory
 from isoexec.contracts.measures import LABEL_VALUES, PHASES, TRAIN_VALUES
+from isoexec.contracts.modes import Mode, read_mode
 from isoexec.contracts.schema import Contract
 from isoexec.contracts.window import REGIMES, Window
 from isoexec.contracts.wire import (
@@ -149,6 +150,7 @@ class Service:
                 if now - self._markers_at >= _MARKER_SECONDS:
                     self._markers_at = now
                     self._look_at_markers()
+                    self.enforcer.tend(self.runs.values(), now)
                     self._forget(now)
             except Exception:  # noqa: BLE001 - the watch over the other runs goes on
                 _log.exception("tick failed")
@@ -221,7 +223,7 @@ class Service:
                 hello, f"unknown regime {hello.regime!r}: set ISOEXEC_REGIME to one of {', '.join(REGIMES)}"
             )
         marker = HaltMarker.read(directory.path)
-        if marker is not None:
+        if marker is not None and read_mode(self.state, hello.run).mode is not Mode.OFF:
             return _refusal(hello, str(marker))
         if problem := self._unfit(connection, hello):
             return _refusal(hello, problem)
@@ -316,7 +318,14 @@ class Service:
             touched=time.monotonic(),
         )
         self.runs[hello.run] = run
-        self._declare(run)
+        try:
+            self._declare(run)
+        except LeaseError:
+            # a run that no lease can stop is not taken
+            self.metrics.end_run(run.name)
+            self.journal.end_run(run.session)
+            del self.runs[run.name]
+            raise
         return run
 
     def _declare(self, run: Run) -> None:
@@ -485,6 +494,7 @@ class Service:
                 self.metrics.set("halted", 1.0, run=run.name)
                 self.metrics.state("guard_state", "halt", run=run.name)
                 self.enforcer.record(run.name, there.step, "halt_seen", dataclasses.asdict(there))
+                self.enforcer.escalate(run, there.step)
             elif there is None and run.halted:
                 # the processes that were told to stop stay told; the next start is a session of its own
                 self.metrics.set("halted", 0.0, run=run.name)

@@ -32,6 +32,10 @@ class SampleBuffer:
             self._held.setdefault(batch.pair, []).append(batch)
             self._counts[batch.pair] = held + int(batch.lengths.sum())
 
+    def batches(self, pair: tuple[str, str]) -> list[Batch]:
+        """Give what is held of a pair of cases, in order of arrival, whole batches."""
+        return list(self._held.get(pair, ()))
+
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Give, per pair `a:b`, `<pair>/first|second|tokens|position|digest`; bits as float32, one row a token."""
         found: dict[str, npt.NDArray[Any]] = {}
@@ -55,16 +59,23 @@ class SampleBuffer:
 def write_samples(
     directory: Path, step: int, key: int, arrays: Mapping[str, npt.NDArray[Any]], *, keep: int
 ) -> Path | None:
-    """Write one window's arrays under its step and journal key, and remove all but the last `keep` files."""
+    """Write one window's arrays under its step and journal key, and remove all but the last `keep` files.
+
+    Raises OSError when the disk refuses it; half a file is not left.
+    """
     if keep == 0 or not arrays:
         return None
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = directory / f"step-{max(step, 0):010d}-{key}.npz"
     draft = directory / f".{path.name}"
-    with draft.open("wb") as out:
-        # mypy: the stub takes **kwds for arrays and names allow_pickle among them
-        np.savez(out, **arrays)  # type: ignore[arg-type]
-    draft.replace(path)
+    try:
+        with draft.open("wb") as out:
+            # mypy: the stub takes **kwds for arrays and names allow_pickle among them
+            np.savez(out, **arrays)  # type: ignore[arg-type]
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
     files = [item for item in directory.iterdir() if _NAME.fullmatch(item.name)]
     files.sort(key=lambda item: item.stat().st_mtime_ns)
     for old in files[:-keep]:

@@ -64,6 +64,7 @@ def _rate5(name: str, *matchers: str) -> str:
     return f"rate({series(name, *matchers)}[5m])"
 
 
+_WEAKENED = 'halting=~"warn|dryrun|off"'
 _PAIRED, _UNPAIRED = _rate5("tokens_total"), _rate5("tokens_unpaired_total")
 
 RECORDINGS: tuple[Recording, ...] = (
@@ -315,9 +316,28 @@ ALERTS: tuple[Alert, ...] = (
         "watching",
         "IsoexecDaemonErrors",
         "warning",
-        _grown("decode_errors_total", "collector_errors_total", "runs_refused_total"),
+        _grown(
+            "decode_errors_total", "collector_errors_total", "runs_refused_total", "evidence_errors_total"
+        ),
         "The daemon cannot read, collect or export everything.",
-        "Unreadable frames, failed collections or refused runs in the last 5 minutes.",
+        "Unreadable frames, failed collections, refused runs or unwritten evidence in the last 5 minutes.",
+    ),
+    _alert(
+        "watching",
+        "IsoexecJournalDegraded",
+        "critical",
+        f"max({series('journal_degraded')}) == 1 or {_grown('journal_rows_lost_total')}",
+        "The journal's disk refuses what is written; verdicts are held in memory only.",
+        "The disk of the daemon's state directory is full or failing. A daemon that dies now loses what waits.",
+    ),
+    _alert(
+        "watching",
+        "IsoexecHaltingWeakened",
+        "warning",
+        f"max by (run) ({series('halting', _WEAKENED)}) == 1",
+        "A run is not halted whatever its verdicts say.",
+        "The mode of run {{ $labels.run }} is warn, dryrun or off.",
+        "15m",
     ),
     _alert(
         "watching",

@@ -18,7 +18,7 @@ import pytest
 from isoexec.contracts.halting import HaltMarker, LeasePage, LeaseState, Policy, StateDirectory
 from isoexec.daemon import halt
 from isoexec.daemon.config import Escalation
-from isoexec.daemon.halt import LeaseKeeper, ProcessHandle, escalate
+from isoexec.daemon.halt import LeaseKeeper, ProcessHandle, StageReport, escalate
 
 MARKER = HaltMarker(run="r", step=3, rule="unequal", cause="weights_stale", verdict="violation")
 
@@ -125,27 +125,83 @@ IGNORES = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('up', f
 ENDS = "print('up', flush=True)"
 
 
+def see_through(
+    handles: list[ProcessHandle], settings: Escalation, **options: Any
+) -> tuple[list[str], list[StageReport]]:
+    reports: list[StageReport] = []
+    asyncio.run(escalate(handles, settings, reports.append, **options))
+    return [report.stage for report in reports], reports
+
+
 @pytest.mark.parametrize(
     ("code", "stages", "status"),
     [
         (ENDS, ["stopped"], 0),
         (HEEDS, ["terminate", "stopped"], -signal.SIGTERM),
-        (IGNORES, ["terminate", "kill"], -signal.SIGKILL),
+        (IGNORES, ["terminate", "kill", "stopped"], -signal.SIGKILL),
     ],
 )
-def test_escalation_goes_as_far_as_it_must_and_says_so(
+def test_escalation_goes_as_far_as_it_must_and_times_each_stage(
     child: Callable[[str], Any], code: str, stages: list[str], status: int
 ) -> None:
     process = child(code)
     handle = ProcessHandle.open(process.pid)
     assert handle is not None
-    recorded: list[tuple[str, list[int]]] = []
-    settings = Escalation(enabled=True, cooperative_seconds=0.5, terminate_seconds=0.5)
-    asyncio.run(escalate(lambda: [handle], settings, lambda stage, pids: recorded.append((stage, pids))))
-    assert [stage for stage, _ in recorded] == stages
+    settings = Escalation(enabled=True, cooperative_seconds=0.5, terminate_seconds=0.3)
+    found, reports = see_through([handle], settings)
+    assert found == stages
     assert process.wait(10) == status
-    assert all(pids == [process.pid] for stage, pids in recorded if stage != "stopped")
+    assert all(report.pids == [process.pid] for report in reports if report.stage != "stopped")
+    assert [report.before for report in reports] == ["cooperative", *stages[:-1]]
+    if len(stages) == 3:
+        waits = [report.before_seconds for report in reports[:2]]
+        assert waits[0] >= 0.5
+        assert waits[1] >= 0.3
+        assert reports[-1].seconds >= 0.8
     handle.close()
+
+
+def test_without_escalation_the_stop_is_timed_and_nothing_is_sent(child: Callable[[str], Any]) -> None:
+    process = child(HEEDS)
+    handle = ProcessHandle.open(process.pid)
+    assert handle is not None
+    found, reports = see_through([handle], Escalation(cooperative_seconds=0.3))
+    assert found == ["not_stopped"]
+    assert reports[0].pids == [process.pid]
+    assert process.poll() is None
+    handle.close()
+
+
+def test_a_halt_that_is_lifted_is_called_off(child: Callable[[str], Any]) -> None:
+    process = child(IGNORES)
+    handle = ProcessHandle.open(process.pid)
+    assert handle is not None
+    lifted_at = time.monotonic() + 0.5
+    found, _ = see_through(
+        [handle],
+        Escalation(enabled=True, cooperative_seconds=0.2, terminate_seconds=30),
+        stands=lambda: time.monotonic() < lifted_at,
+    )
+    assert found == ["terminate", "called_off"]
+    assert process.poll() is None
+    handle.close()
+
+
+def test_no_process_of_this_host_is_unseen_not_stopped() -> None:
+    assert see_through([], Escalation(enabled=True, cooperative_seconds=0.0))[0] == ["unseen"]
+
+
+def test_a_second_handle_outlives_the_first(child: Callable[[str], Any]) -> None:
+    process = child(HEEDS)
+    one = ProcessHandle.open(process.pid)
+    assert one is not None
+    two = one.again()
+    one.close()
+    assert two.alive()
+    two.send(signal.SIGTERM)
+    assert process.wait(10) == -signal.SIGTERM
+    assert not two.alive()
+    two.close()
 
 
 def test_a_process_that_is_gone_or_is_the_daemon_gives_no_handle() -> None:
