@@ -28,9 +28,12 @@ _PARTNERS: dict[str, tuple[tuple[str, tuple[str, str]], ...]] = {
 }
 
 
+_ROLES = {case: "engine" if case.startswith("engine_") else "trainer" for case in _PARTNERS}
+
+
 def role_of(case: str) -> str:
     """Give the role whose logprobs a case holds."""
-    return "engine" if case.startswith("engine_") else "trainer"
+    return _ROLES[case]
 
 
 @dataclass(slots=True, eq=False)
@@ -49,18 +52,12 @@ class Record:
     weight_version: int
     temperature: float
     logprobs_mode: str
+    source: str
     arrived: float
+    size: int
     met: set[str] = field(default_factory=set)
+    met_other_side: bool = False
     other_versions: set[tuple[int, int]] = field(default_factory=set)
-
-    @property
-    def size(self) -> int:
-        return int(self.logprobs.shape[0])
-
-    @property
-    def met_other_side(self) -> bool:
-        mine = role_of(self.case)
-        return any(role_of(case) != mine for case in self.met)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,12 +71,21 @@ class Batch:
     first_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
     second_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
+    first_sources: list[str] = field(default_factory=list)
+    second_sources: list[str] = field(default_factory=list)
     sampling: set[tuple[str, str, str]] = field(default_factory=set)
 
     @property
+    def sources(self) -> dict[str, list[str]]:
+        """The process that reported each sequence, by its role: of the engine's own two, the first."""
+        found = {role_of(self.pair[1]): self.second_sources}
+        return found | {role_of(self.pair[0]): self.first_sources}
+
+    @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        return np.asarray([part.shape[0] for part in self.first], np.int64)
+        return np.asarray(self.sizes, np.int64)
 
 
 class Pairing:
@@ -104,18 +110,21 @@ class Pairing:
         batches: dict[tuple[tuple[str, str], int], Batch] = {}
         ends = np.cumsum(message.lengths, dtype=np.int64)
         starts = ends - message.lengths
-        for index in range(message.lengths.shape[0]):
-            here = slice(int(starts[index]), int(ends[index]))
+        digests = message.digests.tobytes()
+        places = zip(starts.tolist(), ends.tolist(), message.starts.tolist(), strict=True)
+        for index, (first, end, start) in enumerate(places):
             record = Record(
                 case=message.case,
-                digest=message.digests[index].tobytes(),
-                start=int(message.starts[index]),
-                logprobs=message.logprobs[here],
-                tokens=message.tokens[here],
+                digest=digests[16 * index : 16 * index + 16],
+                start=start,
+                size=end - first,
+                logprobs=message.logprobs[first:end],
+                tokens=message.tokens[first:end],
                 step=message.step,
                 weight_version=message.weight_version,
                 temperature=message.temperature,
                 logprobs_mode=message.logprobs_mode,
+                source=message.source,
                 arrived=now,
             )
             if record.size:
@@ -128,7 +137,10 @@ class Pairing:
         return list(batches.values())
 
     def _match(self, record: Record, batches: dict[tuple[tuple[str, str], int], Batch]) -> None:
-        others = [self._records[key] for key in self._by_digest.get(record.digest, ())]
+        keys = self._by_digest.get(record.digest)
+        if not keys:
+            return
+        others = [self._records[key] for key in keys]
         for partner_case, pair in _PARTNERS[record.case]:
             candidates = [
                 other for other in others if other.case == partner_case and record.case not in other.met
@@ -137,8 +149,10 @@ class Pairing:
             if found is None:
                 _note_versions(record, candidates)
                 continue
-            if not found.met_other_side and role_of(record.case) != role_of(found.case):
-                self._count_unmet(found, -1)
+            if role_of(record.case) != role_of(found.case):
+                if not found.met_other_side:
+                    self._count_unmet(found, -1)
+                record.met_other_side = found.met_other_side = True
             found.met.add(record.case)
             record.met.add(partner_case)
             first, second = (record, found) if pair[0] == record.case else (found, record)
@@ -224,7 +238,10 @@ def _append(batch: Batch, first: Record, second: Record) -> None:
     batch.first_ids.append(first.tokens[a])
     batch.second_ids.append(second.tokens[b])
     batch.positions.append(start)
+    batch.sizes.append(end - start)
     batch.digests.append(first.digest)
+    batch.first_sources.append(first.source)
+    batch.second_sources.append(second.source)
     if role_of(first.case) == role_of(second.case):
         return
     if first.temperature != second.temperature:

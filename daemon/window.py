@@ -105,6 +105,7 @@ class StepBuilder:
             batch.lengths,
             _join(batch.first_ids),
             _join(batch.second_ids),
+            batch.sources,
         )
         state.sampling |= batch.sampling
         state.samples.add(batch)

@@ -83,13 +83,14 @@ class Groups:
                     f"attribute {name!r}: wanted one label a sequence, {sums.shape[1]}, found {len(values)}"
                 )
             known = self.labels.setdefault(name, {})
-            chosen: dict[str, list[int]] = {}
+            columns: dict[str, list[int]] = {}
             for index, value in enumerate(values):
-                chosen.setdefault(str(value), []).append(index)
-            for label, columns in chosen.items():
+                columns.setdefault(str(value), []).append(index)
+            for label, those in columns.items():
                 kept = label if label in known or len(known) < LABEL_LIMIT else OTHER
                 known.setdefault(kept, np.zeros(len(COLUMNS)))
-                known[kept] += sums[:, columns].sum(axis=1)
+                whole = len(those) == sums.shape[1]
+                known[kept] += (sums if whole else sums[:, those]).sum(axis=1)
 
     def merge(self, other: Groups) -> None:
         self._places += other._places

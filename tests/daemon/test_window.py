@@ -17,13 +17,18 @@ CONFIG = Config(state_dir=Path(), quiet_seconds=0.1, settle_seconds=2.0, window_
 
 
 def logprobs(
-    case: str, step: int, names: str = "a", values: Any = (-1.0,), version: int | None = None
+    case: str,
+    step: int,
+    names: str = "a",
+    values: Any = (-1.0,),
+    version: int | None = None,
+    source: str = "s",
 ) -> Logprobs:
     n, k = len(names), len(values)
     return Logprobs(
         run="r",
         role="engine" if case.startswith("engine") else "trainer",
-        source="s",
+        source=source,
         case=case,
         step=step,
         weight_version=step if version is None else version,
@@ -60,6 +65,20 @@ def test_a_complete_step_is_due_once_it_is_quiet() -> None:
     assert state.reported
     assert [stats.tokens for stats, _ in state.stats()] == [1]
     assert taken(steps, 500.0) is None
+
+
+def test_a_mismatch_of_one_engine_shows_under_its_name() -> None:
+    steps = builder()
+    steps.logprobs(logprobs("engine_decode", 1, "ab", source="good"), 0.0)
+    steps.logprobs(logprobs("engine_decode", 1, "c", (-1.5,), source="bad"), 0.0)
+    steps.logprobs(logprobs("trainer_score", 1, "abc", source="rank0"), 0.0)
+    (sums,) = steps.open[1].accumulators.values()
+    labels = sums.detail().by_label
+    assert [(one.label, one.tokens, one.unequal, one.mean_d) for one in labels["engine"]] == [
+        ("bad", 1, 1, 0.5),
+        ("good", 2, 0, 0.0),
+    ]
+    assert [(one.label, one.tokens) for one in labels["trainer"]] == [("rank0", 3)]
 
 
 def test_a_step_ends_when_the_trainer_begins_the_next() -> None:
