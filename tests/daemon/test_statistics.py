@@ -246,6 +246,14 @@ def test_where_hardly_a_token_differs_each_is_taken_by_itself() -> None:
     assert found.result().bitwise_equal == int((q.view(np.int32) == p.view(np.int32)).sum())
 
 
+def test_a_mismatch_that_follows_the_logprob_is_in_the_correlation() -> None:
+    rng = np.random.default_rng(9)
+    q = -rng.uniform(0.1, 1.0, 20_000)
+    p = 0.96 * q - 0.02 + rng.normal(0, 0.005, q.size)
+    x, y = q.astype(np.float32).astype(float), p.astype(np.float32).astype(float)
+    assert accumulate(q, p).correlation == pytest.approx(np.corrcoef(x, y)[0, 1], abs=1e-6)
+
+
 def test_breakdowns_equal_the_tokens_they_name() -> None:
     q, p, lengths = mixed()
     found = gathered(q, p, lengths, 3).detail()
