@@ -79,7 +79,12 @@ class Service:
         self.enforcer = Enforcer(config, self.state, self.journal, self.keeper, self.metrics, self._spawn)
         self.runs: dict[str, Run] = {}
         self.ingest = Ingest(
-            config, process=self.process, lost=self.lost, malformed=self.malformed, failed=self.failed
+            config,
+            process=self.process,
+            lost=self.lost,
+            malformed=self.malformed,
+            failed=self.failed,
+            spent=lambda seconds: self.metrics.add("ingest_seconds", seconds),
         )
         self._holders: dict[tuple[str, str], Connection] = {}
         """The stream that each process speaks on, by run and source."""
@@ -192,7 +197,6 @@ class Service:
 
     def process(self, connection: Connection, message: Message) -> None:
         """Take one message. Raises WireError where it has no place on its connection."""
-        start = time.thread_time()
         if isinstance(message, Hello):
             self._greet(connection, message)
         elif isinstance(message, Welcome):
@@ -203,7 +207,6 @@ class Service:
             self._take(run, connection, message)
         else:
             raise WireError(f"run {message.run} is no longer watched; say hello again")
-        self.metrics.add("ingest_seconds", time.thread_time() - start)
 
     def _greet(self, connection: Connection, hello: Hello) -> None:
         try:
