@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from isoexec.adapters.base import REGIONS
 from isoexec.adapters.census import Census
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.vllm
 
 Run = Callable[..., dict[str, Any]]
 DTYPES = ("bfloat16", "float32")
+PACKS = torch.cpu._is_amx_tile_supported()  # where the engine packs the weights of its linears
 PACKED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FORWARD = set(REGIONS) - {"qkv_bias", "router", "routing", "dispatch", "expert_linear", "combine"}
 
@@ -91,7 +93,9 @@ def test_the_census_of_the_native_engine_is_not_clean_and_names_its_closed_kerne
     census = Census.from_dict(native["bfloat16"]["census"])
     for case in ("engine_prefill", "engine_decode"):
         here = {(e.operator, e.module) for e in census.case(case)}
-        assert ("_C::weight_packed_linear", "model.layers.2.mlp.down_proj") in here
+        products = {operator for operator, module in here if module == "model.layers.2.mlp.down_proj"}
+        assert products, "the native product runs outside every region"
+        assert ("_C::weight_packed_linear" in products) == PACKS
         assert any(operator == "_C::rotary_embedding" for operator, _ in here) or len(here) > 10
     assert census.inside == {"engine_prefill": 0, "engine_decode": 0}
 
@@ -208,7 +212,7 @@ def test_no_region_of_a_native_engine_is_reported_as_the_contracts(watched: dict
 
 
 def test_weights_packed_where_nobody_can_read_them_are_named_unknown(watched: dict[str, Any]) -> None:
-    assert {name.split(".")[-2] for name in watched["unknown"]} == set(PACKED)
+    assert {name.split(".")[-2] for name in watched["unknown"]} == (set(PACKED) if PACKS else set())
     assert not set(watched["unknown"]) & set(watched["readable"])
     assert len(watched["unknown"]) + len(watched["readable"]) == 3 * 11 + 3
 
