@@ -12,6 +12,7 @@ Exit code 1 when a case does not end as it must.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -179,10 +180,11 @@ def strike(case: Case, folder: Path, daemon: subprocess.Popen[str]) -> float:
         time.sleep(4 if case.fault.startswith("halt") else 0)
     now = time.time()
     where = ["--state-dir", str(state.path)]
-    if case.fault.startswith("halt"):
-        isoexec(["halt", "r", *where])
-    elif case.fault.startswith("off"):
-        isoexec(["mode", "r", "off", *where])
+    with contextlib.redirect_stdout(sys.stderr):
+        if case.fault.startswith("halt"):
+            isoexec(["halt", "r", *where])
+        elif case.fault.startswith("off"):
+            isoexec(["mode", "r", "off", *where])
     return now
 
 
@@ -217,7 +219,8 @@ def run_case(name: str, case: Case, folder: Path) -> dict[str, Any]:
                 stopped = time.time()
             time.sleep(0.005)
         if case.restarts:
-            job.wait(60)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.wait(180)
         time.sleep(0.5)
     finally:
         job.terminate()
