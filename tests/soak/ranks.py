@@ -198,9 +198,12 @@ def main() -> int:
         rows = sorted((told.get(timeout=300) for _ in workers), key=lambda row: str(row["run"]))
         for worker in workers:
             worker.join(60)
-        time.sleep(5)  # the last windows settle
-        text = scrape(address)[1]
-        wrong = accounts(text, rows)
+        # a daemon that is behind has more to process, and then the last windows settle
+        patience, wrong, text = time.monotonic() + 180, ["not looked at"], ""
+        while wrong and time.monotonic() < patience:
+            time.sleep(5)
+            text = scrape(address)[1]
+            wrong = accounts(text, rows)
         cpu = (
             sum(map(int, Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
             / 100
