@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from isoexec.contracts.rules import LADDER
@@ -46,11 +46,20 @@ CAUSES: dict[str, str] = {
     "quantised_logits": "d lies on a grid: logits or logprobs went through a low precision",
     "sequence_end": "only the last token of each sequence is off: label roll or EOS handling",
     "sequence_start": "only the first response token is off: prompt state, BOS or a chunk edge",
+    "one_engine": "one engine alone is off: a missed sync, a recovered engine, or its hardware",
+    "pack_boundary": "only sequences that are not first in their pack are off: boundaries or state of the pack",
+    "padding": "only left-padded rows are off: position ids or mask of the padding path",
+    "prefix_cache": "only requests with a prefix-cache hit are off: stale KV, or the hit path's reduction order",
+    "speculative_decoding": "only drafted tokens, or those near the length limit, are off: speculative decoding",
+    "position_break": "clean up to one position and off after it: a window, a chunk, a block or a re-tokenised turn",
+    "few_sequences": "few sequences are far off and the rest is clean: decode state of the engine",
+    "engine_varies": "the same sequences rolled out again differ: the engine is not batch-invariant",
+    "ageing_state": "the mismatch grows over steps while no weight moves: a cache or calibration is kept too long",
     "grows_with_length": "the mismatch grows with the position: attention state, recurrent state or RoPE",
     "logit_scale": "one side's logits are scaled: an unapplied factor, cap or fp32 head",
     "other_policy": "both sides are self-consistent but are different policies: stale weights look like this",
     "numeric_noise": "plain numerics: other kernels, another batch shape or another layout",
-    "unexplained": "the mismatch is above the regime and has no known signature",
+    "unclear": "the mismatch is above the regime and fits no signature, or more than one",
     "unpaired": "many tokens found no partner: re-tokenised sequences, or one side samples others",
     "drops": "messages were lost between probe and daemon",
     "silence": "a side did not report",
@@ -84,10 +93,13 @@ def _cause(cause_id: str, **evidence: Any) -> Cause:
 
 def classify(window: Window) -> tuple[Cause, ...]:
     """Return the likely causes, the surest first; empty when nothing stands out. Pure."""
-    found = [*_facts(window), *_counts(window), *_witness(window), *_statistics(window), *_health(window)]
+    # what raw pairs showed says more than the statistics of a window can
+    statistics = _diagnosed(window) or tuple(_statistics(window))
+    found = [*_facts(window), *_counts(window), *_witness(window), *statistics, *_health(window)]
     unique: dict[str, Cause] = {}
+    said = {one.cause: one.text for one in reversed(window.diagnosis)}
     for cause in found:
-        unique.setdefault(cause.id, cause)
+        unique.setdefault(cause.id, replace(cause, text=said.get(cause.id, cause.text)))
     return tuple(unique.values())
 
 
@@ -175,6 +187,14 @@ def _witness(window: Window) -> Iterator[Cause]:
             )
 
 
+def _diagnosed(window: Window) -> tuple[Cause, ...]:
+    return tuple(
+        Cause(id=one.cause, text=one.text, evidence={"pair": ":".join(one.pair), **one.evidence})
+        for one in window.diagnosis
+        if one.cause in CAUSES
+    )
+
+
 def _statistics(window: Window) -> Iterator[Cause]:
     usable = [p for p in window.trainer_pairs if p.finite > 0]
     # the engine samples by its decode, so E[rho] = 1 is a statement about that pair
@@ -230,7 +250,7 @@ def _signature(pair: PairStats, window: Window) -> str:
         return "logit_scale"
     if 0.6 <= pair.r_ratio <= 1.4:
         return "other_policy"
-    return "unexplained"
+    return "unclear"
 
 
 def _semantic(pair: PairStats) -> str:

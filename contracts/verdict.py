@@ -160,12 +160,16 @@ def _judge(
         streak = history.violations.get(rule.name, 0) + 1
         cause = signal.cause or (causes[0].id if causes else None)
         evidence["causes"] = [c.id for c in causes]
+        said = next((c for c in causes if c.id == cause), None)
+        text = said.text if said is not None else CAUSES[cause] if cause else ""
+        if said is not None and text != CAUSES[said.id]:
+            evidence["diagnosis"] = {"text": text, **said.evidence}
         return Verdict(
             rule=rule.name,
             outcome="violation",
             action=_action(rule.action, streak, rule.patience, window),
             cause=cause,
-            message=_violation(rule, signal, value, streak, cause),
+            message=_violation(rule, signal, value, streak, text),
             evidence=evidence,
             step=window.step,
             value=reading.value,
@@ -219,12 +223,12 @@ def _action(action: Action, streak: int, patience: int, window: Window) -> Actio
     return "warn" if window.monitor_only and action == "halt" else action
 
 
-def _violation(rule: Rule, signal: Signal, value: float | None, streak: int, cause: str | None) -> str:
+def _violation(rule: Rule, signal: Signal, value: float | None, streak: int, cause: str) -> str:
     unit = f" {signal.unit}" if signal.unit else ""
     text = f"{rule.name}: {signal.text} {_number(value)}{unit}, at most {_number(rule.bound)} allowed"
     if rule.patience > 1:
         text += f" (window {streak} in a row, {rule.action} from {rule.patience} on)"
-    return f"{text}; likely cause: {CAUSES[cause]}" if cause else text
+    return f"{text}; likely cause: {cause}" if cause else text
 
 
 def _number(value: float | None) -> str:

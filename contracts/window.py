@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A window holds everything that was seen of a run over one step: what rules judge and journals keep.
 
-A window states facts and statistics, never an opinion. What was not seen is listed in `silence`, or has the
+A window states facts and statistics; the one opinion in it is the diagnosis that was made from raw pairs while they
+were there, kept so that a replay says the same. What was not seen is listed in `silence`, or has the
 value NaN; both become the verdict `unknown`. The daemon writes windows; `rules`, `verdict` and `causes`
 read them.
 """
@@ -22,6 +23,7 @@ __all__ = [
     "REGIMES",
     "ROLES",
     "SILENT",
+    "Diagnosis",
     "EnvironmentBreak",
     "FieldDifference",
     "PairStats",
@@ -203,6 +205,16 @@ class EnvironmentBreak:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """A likely cause that raw pairs showed, the surest first in a window: id of CAUSES, sentence, numbers."""
+
+    pair: tuple[str, str]
+    cause: str
+    text: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Window:
     """Everything seen of one run over one step; the only input of rules, verdicts and causes."""
 
@@ -220,6 +232,7 @@ class Window:
     dropped: int = 0  # messages lost between probe and daemon
     sampling: tuple[SamplingBreak, ...] = ()
     environment_breaks: tuple[EnvironmentBreak, ...] = ()
+    diagnosis: tuple[Diagnosis, ...] = ()  # from raw pairs; empty where none were kept or nothing stood out
     between_steps: bool = False  # made the moment a fact broke: it states those facts and nothing else
 
     @property
@@ -253,6 +266,7 @@ class Window:
             "silence": Silence,
             "sampling": SamplingBreak,
             "environment_breaks": EnvironmentBreak,
+            "diagnosis": Diagnosis,
         }
         if not isinstance(data, Mapping):
             raise WindowError(f"a window must be a map, found {type(data).__name__}")
@@ -295,6 +309,8 @@ def _build(kind: type, row: Any) -> Any:
             for name in ("pair", "histogram"):
                 if name in values:
                     values[name] = tuple(values[name])
+        if kind is Diagnosis:
+            values["pair"] = tuple(values["pair"])
         return kind(**values)
-    except (TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise WindowError(f"{kind.__name__} cannot be read: {error}") from error

@@ -73,7 +73,8 @@ def marker_of(window: Window, verdicts: Sequence[Verdict]) -> HaltMarker:
         return HaltMarker(
             run=window.run, step=window.step, rule="", cause="", verdict="unknown", time=time.time()
         )
-    cause = CAUSES.get(worst.cause or "", "")
+    told = worst.evidence.get("diagnosis", {}).get("text")
+    cause = told or CAUSES.get(worst.cause or "", "")
     text = f"{worst.cause}: {cause}" if cause else worst.message
     return HaltMarker(
         run=window.run,

@@ -12,6 +12,8 @@ from isoexec.contracts.schema import Contract
 from isoexec.contracts.window import FieldDifference, Silence, Window
 from isoexec.contracts.wire import Attestation, Hello, Logprobs, Message, Probe, Step, Weights
 from isoexec.daemon.config import Config
+from isoexec.daemon.diagnosis.pairs import Point
+from isoexec.daemon.diagnosis.window import diagnose_step
 from isoexec.daemon.halt import ProcessHandle
 from isoexec.daemon.handshake import Agreement, agree, agree_still
 from isoexec.daemon.judge import Judge
@@ -22,6 +24,7 @@ from isoexec.daemon.window import StepBuilder, StepState
 __all__ = ["Process", "Run"]
 
 _SIDES = ("engine", "trainer")
+_PAST = 32  # windows a diagnosis looks back
 _REFUSED = 256
 """Places of which the refusal is remembered; one is enough to halt."""
 
@@ -97,6 +100,8 @@ class Run:
     probe_totals: dict[str, float] = field(default_factory=dict)
     sent_totals: dict[str, int] = field(default_factory=dict)
     rules_named: set[str] = field(default_factory=set)
+    past: tuple[Point, ...] = ()
+    """Mean abs d of the last windows, for what only shows over steps; begins anew with the daemon."""
 
     @property
     def regime(self) -> str:
@@ -229,13 +234,17 @@ class Run:
         version = state.weight_version if state else -1
         if version < 0:
             version = max((self.weights.latest(role) or -1 for role in _SIDES), default=-1)
+        pairs = tuple(stats for stats, _ in state.stats()) if state else ()
+        diagnosis, point = diagnose_step(state, pairs, self.regime, self.past)
+        self.past = (*self.past, point)[-_PAST:] if point is not None else self.past
         window = Window(
             run=self.name,
             regime=self.regime,
             monitor_only=self.monitor_only,
             step=state.step if state else self.builder.closed + 1,
             weight_version=version,
-            pairs=tuple(stats for stats, _ in state.stats()) if state else (),
+            pairs=pairs,
+            diagnosis=diagnosis,
             handshake=self._handshake(),
             topology_breaks=findings.topology,
             region_breaks=findings.regions,
