@@ -166,5 +166,7 @@ def test_another_code_path_of_the_blas_is_seen_by_its_bits() -> None:
         )
         found.append(done.stdout)
     if not torch.backends.mkl.is_available() or "AVX512" not in torch.backends.cpu.get_cpu_capability():
-        pytest.skip("torch's BLAS takes no such order here: it is not MKL, or MKL has one code for this processor")
+        pytest.skip(
+            "torch's BLAS takes no such order here: it is not MKL, or MKL has one code for this processor"
+        )
     assert found[0] != found[1]
