@@ -120,7 +120,6 @@ class Daemon:
         config = state_dir / "settings.yaml"
         config.write_text(yaml.safe_dump({"settle_seconds": 0.5, "window_seconds": 1.0, **(settings or {})}))
         self.log = (state_dir / "daemon.log").open("ab")
-        self.began = time.monotonic()
         self.process = subprocess.Popen(
             [
                 sys.executable, "-P", "-c", "import sys; from isoexec.daemon.cli import run; sys.exit(run())",
