@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,24 +25,6 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateDirectory:
     state = StateDirectory(tmp_path)
     state.run("r").path.mkdir(parents=True)
     return state
-
-
-@pytest.fixture
-def full(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own without a free block; `fill()` has been done."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True)
-    if made.returncode:
-        pytest.skip(f"no tmpfs of our own: {made.stderr.decode().strip()}")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
-def fill(disk: Path) -> None:
-    with (disk / "ballast").open("wb", buffering=0) as out, contextlib.suppress(OSError):
-        while True:
-            out.write(b"x" * 4096)
 
 
 @pytest.mark.parametrize("mode", list(Mode))
@@ -83,12 +63,14 @@ def test_a_mode_that_cannot_be_read_is_enforce_and_says_so(state: StateDirectory
     assert "cannot be read" in found.reason
 
 
-def test_a_full_disk_still_takes_off_a_marker_and_refuses_the_rest(full: Path) -> None:
-    state = StateDirectory(full)
+def test_a_full_disk_still_takes_off_a_marker_and_refuses_the_rest(
+    disk: Path, fill: Callable[[Path], Path]
+) -> None:
+    state = StateDirectory(disk)
     for run in ("r", "bare"):
         state.run(run).path.mkdir(parents=True)
     HaltMarker.reserve(state.run("r").path)
-    fill(full)
+    fill(disk)
     with pytest.raises(ModeError, match="No space left"):
         write_mode(state, "r", Mode.WARN, by="", reason="")
     write_mode(state, "r", Mode.OFF, by="me", reason="full")

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
-import subprocess
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,30 +45,12 @@ def contract_hello() -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 4 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m,mode=700", "tmpfs", str(folder)], capture_output=True
-    )
-    if made.returncode:
-        pytest.skip(f"no tmpfs of our own: {made.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def fill(folder: Path) -> Path:
-    ballast = folder / "ballast"
-    with ballast.open("wb", buffering=0) as out, contextlib.suppress(OSError):
-        while True:
-            out.write(b"x" * 4096)
-    return ballast
-
-
 def test_a_full_disk_degrades_halts_and_catches_up(
-    disk: Path, start: Callable[..., Any], peer: Callable[..., Any], wait_until: Callable[..., Any]
+    disk: Path,
+    fill: Callable[[Path], Path],
+    start: Callable[..., Any],
+    peer: Callable[..., Any],
+    wait_until: Callable[..., Any],
 ) -> None:
     daemon = start(disk / "state")
     engine, trainer = (peer(daemon, role, **contract_hello()) for role in ("engine", "trainer"))
