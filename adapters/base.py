@@ -294,8 +294,11 @@ def make_plan(
             fix="load the model in an admitted dtype",
         )
     modes = enforcement_from_env(more=contract.regions)
+    asked = regions_of(contract, role)
+    if install := [name for name in asked if modes[name].installs]:
+        _require_arch(contract, install[0])
     bindings = []
-    for name in regions_of(contract, role):
+    for name in asked:
         mode = modes[name]
         _require_route(contract, name, mode)
         if mode is Enforcement.OFF:
@@ -343,10 +346,7 @@ def make_plan(
                 enforcement=mode,
             )
         )
-    installed = [b for b in bindings if b.enforcement.installs]
-    if installed:
-        _require_arch(contract, installed[0].region)
-    require_evidence(contract, installed)
+    require_evidence(contract, [b for b in bindings if b.enforcement.installs])
     return Plan(role=role, contract=contract, topology=dict(topology or {}), bindings=tuple(bindings))
 
 

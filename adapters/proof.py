@@ -60,7 +60,7 @@ def require_evidence(contract: Contract, bindings: Sequence[Binding]) -> None:
     here = live(sorted({b.function for b in bindings}))
     store = default_store()
     found = _errors(contract, bindings, store, here)
-    if found and contract.claims.evidence.certify == "install":
+    if found and contract.claims.evidence.certify == "install" and not _beyond_mending(found):
         with _alone(store):  # whoever waited finds the records of the one before
             lacking = [one for one in _errors(contract, bindings, store, here) if one.rule == _OTHER_BUILD]
             regions = {region for one in lacking for region in one.regions}
@@ -76,6 +76,12 @@ def require_evidence(contract: Contract, bindings: Sequence[Binding]) -> None:
             found=first.found,
             fix=first.fix,
         )
+
+
+def _beyond_mending(found: Sequence[Refusal]) -> bool:
+    """Whether a region would be refused whatever this machine proved of itself."""
+    of_another_build = {region for one in found if one.rule == _OTHER_BUILD for region in one.regions}
+    return any(not of_another_build.intersection(one.regions) for one in found)
 
 
 def _errors(contract: Contract, bindings: Sequence[Binding], store: Store, here: Live) -> list[Refusal]:

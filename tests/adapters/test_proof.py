@@ -33,9 +33,11 @@ def contract() -> Contract:
 
 @pytest.fixture
 def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the shipped records that stands in for them, and an empty store of the user's."""
+    """Copies of the shipped records and of the user's, which stand in for them: what this machine has proven, it keeps."""
     folder = tmp_path / "shipped"
     shutil.copytree(evidence.shipped(), folder)
+    if (own := evidence.default_store().paths[0]).is_dir():
+        shutil.copytree(own, tmp_path / "own")
     monkeypatch.setattr(evidence, "shipped", lambda: folder)
     monkeypatch.setenv("ISOEXEC_EVIDENCE", str(tmp_path / "own"))
     return folder
@@ -91,7 +93,7 @@ def test_a_record_past_its_expiry_is_refused(
     later = time.time() + 10 * 365 * 86400
     monkeypatch.setattr(time, "time", lambda: later)
     with pytest.raises(InstallError, match=r": expires: a time to come, found 20\d\d-.*isoexec gate run"):
-        make_plan(contract, "engine", DEGREES)
+        make_plan(refusing(contract), "engine", DEGREES)
 
 
 def test_an_edited_kernel_is_refused(
@@ -105,15 +107,19 @@ def test_an_edited_kernel_is_refused(
     pinned = tuple(
         dataclasses.replace(p, source=edited) if p.function == ROPE else p for p in contract.providers
     )
+    rope = tuple(b for b in contract.composition if b.region == "rope")
+    contract = dataclasses.replace(refusing(contract), providers=pinned, composition=rope)
     with pytest.raises(InstallError, match=rf"rope: wanted .*provider.*{edited}"):
-        make_plan(dataclasses.replace(contract, providers=pinned), "engine", DEGREES)
+        make_plan(contract, "engine", DEGREES)
 
 
 def test_evidence_of_another_torch_is_refused(
     contract: Contract, records: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     contract = refusing(contract)
-    found = {**environment(), "torch": "9.9.9"}
+    # else as the record says, whichever processor this is
+    attention = Store([records]).read(str(contract.region("attention").discharge.evidence))
+    found = {**environment(), **attention.environment, "torch": "9.9.9"}
     monkeypatch.setattr("isoexec.adapters.proof.environment", lambda: found)
     with pytest.raises(InstallError, match=r"environment.torch: 9\.9\.9, which runs here, found 2\."):
         make_plan(contract, "engine", DEGREES)
@@ -125,7 +131,7 @@ def test_a_constant_nobody_proved_is_refused(contract: Contract, records: Path) 
         for b in contract.composition
     )
     with pytest.raises(InstallError, match=r"attention: wanted .*checks\.\w+: a check with kv_segment 48"):
-        make_plan(dataclasses.replace(contract, composition=other), "engine", DEGREES)
+        make_plan(dataclasses.replace(refusing(contract), composition=other), "engine", DEGREES)
 
 
 def test_what_is_only_observed_needs_no_evidence(
