@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -228,6 +228,10 @@ class Store:
 
     def read(self, digest: str) -> EvidenceRecord:
         """Return a record; raises EvidenceError for one that is missing, unreadable, edited or ill-formed."""
+        return _record(*self._bytes(digest))
+
+    def _bytes(self, digest: str) -> tuple[bytes, str]:
+        """Return a record's bytes, which have this digest, and where they lie."""
         path = self.path(digest) if is_digest(digest) else None
         where = ", ".join(map(str, self.paths))
         if path is None:
@@ -251,13 +255,7 @@ class Store:
                 field="evidence", wanted=f"the record {digest}", found=f"{path}, whose bytes are {found}",
                 fix="restore the file, or run the gate again: records are never edited",
             )  # fmt: skip
-        try:
-            return EvidenceRecord.from_bytes(data, str(path))
-        except ContractError as error:
-            raise EvidenceError(
-                field=f"evidence.{error.field}" if error.field else "evidence",
-                wanted="a record of this format", found=str(error), fix="run the gate again with this release",
-            ) from error  # fmt: skip
+        return data, str(path)
 
     def write(self, record: EvidenceRecord) -> str:
         """Keep a record in the first folder and return its digest."""
@@ -277,14 +275,30 @@ class Store:
     def find(self, *, function: str, provider: str, arch: str) -> list[EvidenceRecord]:
         """Return the readable records of a provider of a function on an arch, newest first."""
         found = []
+        said = b'"function":' + encode(function)
         for digest in self.digests():
             try:
-                one = self.read(digest)
+                data, path = self._bytes(digest)
+                if said not in data:
+                    continue  # to read what other functions' records say takes longer than all else
+                one = _record(data, path)
             except EvidenceError:
                 continue  # what cannot be read is no evidence; `isoexec gate verify` names it
             if (one.function, one.provider.name, one.arch) == (function, provider, arch):
                 found.append(one)
         return sorted(found, key=lambda one: (moment(one.made), one.digest), reverse=True)
+
+
+@lru_cache(maxsize=256)
+def _record(data: bytes, path: str) -> EvidenceRecord:
+    """The record of these bytes; the same bytes are the same record, so that a process reads each once."""
+    try:
+        return EvidenceRecord.from_bytes(data, path)
+    except ContractError as error:
+        raise EvidenceError(
+            field=f"evidence.{error.field}" if error.field else "evidence",
+            wanted="a record of this format", found=str(error), fix="run the gate again with this release",
+        ) from error  # fmt: skip
 
 
 def shipped() -> Path:
