@@ -65,7 +65,10 @@ def test_bound_constants_are_those_the_kernels_compute_with(name: str) -> None:
 
 @pytest.mark.parametrize("role", ["engine", "trainer"])
 @pytest.mark.parametrize("name", [name for name, one in CONTRACTS.items() if one.arch == "sm90"])
-def test_a_region_nobody_computes_is_refused_and_not_skipped(name: str, role: str) -> None:
+def test_a_region_nobody_computes_is_refused_and_not_skipped(
+    name: str, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isoexec.adapters.base.arch", lambda: "sm90")
     contract = CONTRACTS[name]
     with pytest.raises(InstallError) as caught:
         make_plan(contract, role, ONE, "bfloat16")
@@ -85,6 +88,7 @@ def test_the_refusal_says_region_wanted_found_and_fix() -> None:
 def test_a_region_switched_off_leaves_the_next_unproven_one_to_refuse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("isoexec.adapters.base.arch", lambda: "sm90")
     contract = CONTRACTS["qwen3.5-dense-sm90"]
     seen: list[str] = []
     for _ in contract.regions:
@@ -119,7 +123,7 @@ def test_the_vllm_adapter_refuses_an_unproven_region_by_name() -> None:
 
 
 @pytest.mark.megatron
-def test_the_megatron_adapter_refuses_an_unproven_region_by_name() -> None:
+def test_the_megatron_adapter_refuses_an_unproven_region_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TransformerConfig(
         num_layers=1, hidden_size=128, num_attention_heads=8, params_dtype=torch.bfloat16
     )
@@ -129,6 +133,7 @@ def test_the_megatron_adapter_refuses_an_unproven_region_by_name() -> None:
         InstallError, match=r"grad_norm: wanted a provider of grad_norm.exact/1 that serves the trainer"
     ):
         adapter.plan(contract)
+    monkeypatch.setattr("isoexec.adapters.base.arch", lambda: "sm90")
     contract = unserved(CONTRACTS["glm4-moe-lite-sm90"], "attention.latent_segments/1")
     with pytest.raises(InstallError, match=r"attention: wanted a provider of attention.latent_segments"):
         adapter.plan(contract)
