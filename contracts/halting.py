@@ -270,8 +270,14 @@ class HaltMarker:
             self._put(draft)
         except OSError:
             short = replace(self, evidence={"left out": "the disk had no room for the evidence"})
-            short._put(draft)
-        draft.replace(path)
+            try:
+                short._put(draft)
+            except OSError:
+                draft.unlink(missing_ok=True)
+                if path.exists():  # another rank of this host had the room that was set aside
+                    return path
+                raise
+        _place(draft, path)
         _sync_directory(run_dir)
         return path
 
@@ -326,6 +332,18 @@ class HaltMarker:
             f"run {self.run} was halted at step {self.step} by rule {self.rule}: {self.cause}. "
             f"It does not start until `isoexec clear {self.run}`."
         )
+
+
+def _place(draft: Path, path: Path) -> None:
+    """Give a file its name, unless one by that name was there first."""
+    try:
+        path.hardlink_to(draft)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        draft.replace(path)
+        return
+    draft.unlink()
 
 
 def _sync_directory(path: Path) -> None:

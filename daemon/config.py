@@ -82,7 +82,7 @@ class Config:
     silence_seconds: Mapping[str, float] = field(
         default_factory=lambda: {"engine": 1800.0, "trainer": 1800.0, "driver": 1800.0}
     )
-    """Largest age of a role's last message while its run lives."""
+    """Largest age of the last message of each rank of a role while its run lives; probes report every two seconds."""
     attestation_seconds: float = 900.0
     """Largest age of a process's last attestation when a window closes."""
     pending_seconds: float = 900.0

@@ -16,8 +16,8 @@ from isoexec.contracts.halting import HaltMarker, LeaseState, StateDirectory
 from isoexec.contracts.modes import Mode, ModeSetting, read_mode
 from isoexec.contracts.verdict import Verdict, evaluate, guard_state, overall
 from isoexec.contracts.window import Window
-from isoexec.daemon.bundle import EvidenceKeeper
 from isoexec.daemon.config import Config
+from isoexec.daemon.evidence import EvidenceKeeper
 from isoexec.daemon.halt import LeaseKeeper, StageReport, escalate
 from isoexec.daemon.journal import Journal
 from isoexec.daemon.judge import claim_outcomes, lease_state, marker_of, run_outcome

@@ -22,6 +22,7 @@ from isoexec.contracts.halting import (
     LEASE_TTL_SECONDS,
     RENEW_SECONDS,
     HaltMarker,
+    LeaseError,
     LeasePage,
     LeaseState,
     Policy,
@@ -36,6 +37,9 @@ _log = structlog.get_logger("isoexec.daemon")
 
 LOOP_STALL_SECONDS = 10.0
 """How long the main loop may be busy with one thing before its leases are let go."""
+RESUME_SECONDS = 10.0
+"""How long leases are renewed that the daemon before this one left; probes are back within half of it."""
+_AHEAD_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,7 @@ class _Standing:
     step: int = -1
     rule: str = ""
     cause: str = ""
+    until: float = float("inf")
 
 
 class LeaseKeeper:
@@ -61,6 +66,40 @@ class LeaseKeeper:
 
     def start(self) -> None:
         self._thread.start()
+
+    def resume(self) -> list[str]:
+        """Take up, for a moment, the leases that a daemon left just now; give the names of their runs.
+
+        A daemon that is started anew is there before the probes have noticed: without this a run that fails closed would halt.
+        """
+        found: list[str] = []
+        now = time.monotonic()
+        for name in self._state.runs():
+            directory = self._state.run(name)
+            try:
+                with LeasePage.open(directory.lease) as page:
+                    lease = page.read()
+            except LeaseError:
+                continue
+            since = now - lease.deadline_ns / 1e9
+            # a deadline far ahead is of before a reboot: this clock began anew with it
+            if lease.state is LeaseState.UNKNOWN or not -_AHEAD_SECONDS < since < RESUME_SECONDS:
+                continue
+            marker = HaltMarker.read(directory.path)
+            with suppress(LeaseError, OSError):
+                self._hold(
+                    name,
+                    _Standing(
+                        state=lease.state if marker is None else LeaseState.HALT,
+                        policy=lease.policy,
+                        step=lease.step if marker is None else marker.step,
+                        rule=lease.rule if marker is None else marker.rule,
+                        cause=lease.cause if marker is None else marker.cause,
+                        until=now + RESUME_SECONDS,
+                    ),
+                )
+                found.append(name)
+        return found
 
     def close(self) -> None:
         """Stop renewing; the pages run out, and the policy of each run decides."""
@@ -80,7 +119,9 @@ class LeaseKeeper:
         self, run: str, state: LeaseState, policy: Policy, *, step: int = -1, rule: str = "", cause: str = ""
     ) -> None:
         """Say a state of a run, at once."""
-        standing = _Standing(state=state, policy=policy, step=step, rule=rule, cause=cause)
+        self._hold(run, _Standing(state=state, policy=policy, step=step, rule=rule, cause=cause))
+
+    def _hold(self, run: str, standing: _Standing) -> None:
         with self._lock:
             held = self._pages.get(run)
             if held is None:
@@ -124,7 +165,8 @@ class LeaseKeeper:
                 continue
             with self._lock:
                 for page, standing in self._pages.values():
-                    self._write(page, standing)
+                    if time.monotonic() < standing.until:
+                        self._write(page, standing)
 
 
 class ProcessHandle:
@@ -237,6 +279,7 @@ async def escalate(
     if processes:
         say("terminate")
         _send(processes, signal.SIGTERM)
+        _send(processes, signal.SIGCONT)  # one that is stopped cannot heed it
         if await over(settings.terminate_seconds):
             return
     if runtimes:

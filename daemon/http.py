@@ -28,7 +28,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from isoexec.contracts.tokens import read_token, same
 from isoexec.daemon.config import Config
 from isoexec.daemon.page import run_page, runs_page
-from isoexec.daemon.service import Service, package_version
+from isoexec.daemon.service import Service
+from isoexec.daemon.version import package_version
 from isoexec.daemon.views import run_view, runs_view
 
 __all__ = ["Doorkeeper", "HttpServer", "application", "bind"]

@@ -108,6 +108,7 @@ class Ingest:
         self._room = asyncio.Event()
         self._room.set()
         self._servers: list[asyncio.Server] = []
+        self._local: asyncio.Server | None = None
         self._worker: asyncio.Task[None] | None = None
         self._strangers = 0
         self._said = SparseLog()
@@ -146,16 +147,26 @@ class Ingest:
                 ssl_handshake_timeout=config.hello_seconds if tls else None,
             )
             self._servers.append(server)
-        listening.setblocking(False)
-        self._servers.append(
-            await asyncio.start_unix_server(self._serve_unix, sock=listening, limit=_READ_BYTES, backlog=512)
-        )
+        self._local = await self._unix(listening)
         self._worker = asyncio.create_task(self._work())
+
+    async def listen_again(self, listening: socket.socket) -> None:
+        """Serve this unix socket in place of the one before; streams that are open stay."""
+        before, self._local = self._local, await self._unix(listening)
+        if before is not None:
+            before.close()
+
+    async def _unix(self, listening: socket.socket) -> asyncio.Server:
+        listening.setblocking(False)
+        return await asyncio.start_unix_server(
+            self._serve_unix, sock=listening, limit=_READ_BYTES, backlog=512
+        )
 
     async def close(self) -> None:
         """Accept no more, process what was received, close every stream."""
-        for server in self._servers:
-            server.close()
+        for server in (*self._servers, self._local):
+            if server is not None:
+                server.close()
         try:
             await asyncio.wait_for(self._queue.join(), timeout=8.0)
         finally:

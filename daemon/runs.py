@@ -310,10 +310,22 @@ class Run:
             role = "driver" if any(p.role == "driver" for p in self.processes.values()) else "trainer"
             silent(role, "step", self._age(role, "step", now))
         for role, limit in self.config.silence_seconds.items():
-            age = self._age(role, "any", now)
-            if age is not None and age > limit:
+            age = max((now - at for at in self._heard(role)), default=0.0)
+            if age > limit:
                 silent(role, "probe", age)
         return rows
+
+    def _heard(self, role: str) -> list[float]:
+        """Give when each rank of a role was last heard, of those that have not said goodbye.
+
+        One that hangs, or died, is silent though the others speak; a process whose place another took is not.
+        """
+        places: dict[tuple[str, int], Process] = {}
+        for process in self.processes.values():
+            place = process.hello.replica, process.hello.rank
+            if process.role == role and (place not in places or places[place].since <= process.since):
+                places[place] = process
+        return [process.seen for process in places.values() if not process.ended]
 
     def _silent_attestations(
         self, role: str, members: list[Process], findings: Findings, now: float, silent: Any
@@ -327,19 +339,12 @@ class Run:
             silent(role, "attestation", oldest)
 
     def silent_too_long(self, now: float) -> bool:
-        """Whether a side that lives has said nothing for longer than it may; once per silence."""
+        """Whether a rank that lives has said nothing for longer than it may; once per silence."""
         if self.over or not self.processes:
             return False
         for role in _SIDES:
-            age = self._age(role, "any", now)
-            at = self.said.get((role, "any"), 0.0)
-            members = [one for one in self.processes.values() if one.role == role and not one.ended]
-            if (
-                members
-                and age is not None
-                and age > self.config.silence_seconds[role]
-                and at >= self.silent_at
-            ):
+            limit = self.config.silence_seconds[role]
+            if any(now - at > limit and at >= self.silent_at for at in self._heard(role)):
                 self.silent_at = now
                 return True
         return False

@@ -2,7 +2,8 @@
 """Asks the runtime that started a job to stop it: Ray, Slurm, Kubernetes or a vLLM server, only where settings name one.
 
 No shell and no SDK: `scancel` and `kubectl` are run as they are installed, with the daemon's own rights; Ray and vLLM are
-asked over HTTP. What a runtime answers is kept, and it is given `timeout_seconds` at most to answer.
+asked over HTTP, with a token where one is set. What a runtime answers is kept, and it is given `timeout_seconds` at most to
+answer.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote, urlsplit
 
 from isoexec.contracts.errors import IsoExecError
+from isoexec.contracts.tokens import TokenError, read_token
 
 __all__ = ["KINDS", "Runtime", "RuntimeSettingError"]
 
@@ -30,6 +33,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("address",),
 }
 """What each kind of runtime must be told."""
+_OVER_HTTP = ("ray", "vllm")
 
 
 class RuntimeSettingError(IsoExecError):
@@ -41,7 +45,9 @@ class Runtime:
     """One runtime of the runs whose name matches `run` (a shell pattern).
 
     slurm: ``scancel JOB``. ray: ``POST ADDRESS/api/jobs/JOB/stop``, JOB a submission id. kubernetes: the Job's
-    ``spec.suspend`` is set, which ends its pods. vllm: ``POST ADDRESS/pause``, which stops generation and keeps the server.
+    ``spec.suspend`` is set, which ends its pods, and read back: a server that has no such field takes the patch and drops it.
+    vllm: ``POST ADDRESS/pause``, which stops generation and keeps the server. token: file (mode 0600) of the token that ray
+    or vllm asks for, read each time it is used.
     """
 
     kind: str
@@ -49,6 +55,7 @@ class Runtime:
     job: str = ""
     address: str = ""
     namespace: str = ""
+    token: str = ""
     timeout_seconds: float = 10.0
 
     @classmethod
@@ -68,6 +75,14 @@ class Runtime:
         for name in KINDS[kind]:
             if not given.get(name):
                 raise RuntimeSettingError(f"{where}: {kind} needs {name}")
+        if given.get("token"):
+            if kind not in _OVER_HTTP:
+                raise RuntimeSettingError(f"{where}: token: {kind} is asked by its command and takes none")
+            given["token"] = str(Path(given["token"]).expanduser())
+            try:
+                read_token(Path(given["token"]))
+            except TokenError as error:
+                raise RuntimeSettingError(f"{where}: token: {error}") from error
         for name in ("job", "namespace"):
             if given.get(name) and _NAME.fullmatch(given[name]) is None:
                 raise RuntimeSettingError(
@@ -98,17 +113,26 @@ class Runtime:
                 if self.kind == "slurm":
                     return await _command("scancel", self.job)
                 if self.kind == "kubernetes":
-                    patch = '{"spec":{"suspend":true}}'
-                    return await _command(
-                        "kubectl", "--namespace", self.namespace, "patch", "job", self.job,
-                        "--type=merge", "--patch", patch,
-                    )  # fmt: skip
+                    return await self._suspend()
                 path = f"/api/jobs/{quote(self.job, safe='')}/stop" if self.kind == "ray" else "/pause"
-                return await asyncio.to_thread(_post, self.address, path, self.timeout_seconds)
+                token = read_token(Path(self.token)).decode("latin-1") if self.token else ""
+                return await asyncio.to_thread(_post, self.address, path, token, self.timeout_seconds)
         except TimeoutError:
             return f"failed: no answer within {self.timeout_seconds:g} s"
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError, TokenError) as error:
             return f"failed: {error}"
+
+    async def _suspend(self) -> str:
+        said = await _command(
+            "kubectl", "--namespace", self.namespace, "patch", "job", self.job,
+            "--type=merge", "--patch", '{"spec":{"suspend":true}}', "--output=jsonpath={.spec.suspend}",
+        )  # fmt: skip
+        if said == "asked: true":
+            return f"asked: job {self.job} has spec.suspend true"
+        if said.startswith("failed: "):
+            return said
+        found = said.removeprefix("asked: ") or "nothing"
+        return f"failed: wanted spec.suspend true of job {self.job}, found {found}; Kubernetes has it from 1.21 on"
 
 
 async def _command(*argv: str) -> str:
@@ -129,8 +153,11 @@ async def _command(*argv: str) -> str:
     return f"asked: {text}" if process.returncode == 0 else f"failed: exit {process.returncode}: {text}"
 
 
-def _post(address: str, path: str, timeout: float) -> str:
+def _post(address: str, path: str, token: str, timeout: float) -> str:
     parts = urlsplit(address)
+    headers = {"content-type": "application/json"}
+    if token:
+        headers["authorization"] = f"Bearer {token}"
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=timeout)
     try:
@@ -138,7 +165,7 @@ def _post(address: str, path: str, timeout: float) -> str:
             "POST",
             parts.path.rstrip("/") + path,
             body=json.dumps({}),
-            headers={"content-type": "application/json"},
+            headers=headers,
         )
         answer = connection.getresponse()
         text = answer.read(2000).decode(errors="replace").strip()[:500]

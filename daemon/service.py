@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -46,21 +46,15 @@ from isoexec.daemon.metrics import Metrics
 from isoexec.daemon.peers import SparseLog
 from isoexec.daemon.runs import Process, Run
 from isoexec.daemon.verify import Findings
+from isoexec.daemon.version import package_version
 from isoexec.daemon.window import StepBuilder
 
-__all__ = ["Service", "package_version"]
+__all__ = ["Service"]
 
 _log = structlog.get_logger("isoexec.daemon")
 
 _TICK_SECONDS = 0.05
 _MARKER_SECONDS = 1.0
-
-
-def package_version() -> str:
-    try:
-        return version("isoexec")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 class Service:
@@ -90,6 +84,7 @@ class Service:
         """The stream that each process speaks on, by run and source."""
         self._said = SparseLog()
         self.ready = False
+        self._socket_id = (0, 0)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._markers_at = 0.0
         self.metrics.before_scrape(self._measure)
@@ -107,11 +102,32 @@ class Service:
 
     async def start(self, tcp: socket.socket | None = None) -> None:
         """Begin to listen, on a bound TCP socket too. Raises TokenError and ConfigError for files of it that are unfit."""
-        await self.ingest.start(listen(self.state.path), tcp)
+        await self.ingest.start(self._listen(), tcp)
         self.keeper.beat()
+        if resumed := self.keeper.resume():
+            _log.warning("leases taken up", runs=resumed)
         self.keeper.start()
         self._spawn(self._ticks())
         self.ready = True
+
+    def _listen(self) -> socket.socket:
+        listening = listen(self.state.path)
+        self._socket_id = _file_id(self.state.socket)
+        return listening
+
+    async def _look_at_socket(self) -> None:
+        """Make the socket anew where it was removed or replaced: streams that are open stay, but no process could join."""
+        if _file_id(self.state.socket) == self._socket_id:
+            return
+        try:
+            await self.ingest.listen_again(self._listen())
+        except OSError as error:
+            self.ready = False
+            if (unsaid := self._said.due()) is not None:
+                _log.critical("no socket", path=str(self.state.socket), error=str(error), unsaid=unsaid)
+            return
+        self.ready = True
+        _log.critical("the socket was gone; made anew", path=str(self.state.socket))
 
     def note(self, http: str | None, tcp: str | None = None) -> None:
         """Write down where this daemon is found."""
@@ -154,6 +170,7 @@ class Service:
                 self._judge_due(now)
                 if now - self._markers_at >= _MARKER_SECONDS:
                     self._markers_at = now
+                    await self._look_at_socket()
                     self._look_at_markers()
                     self.enforcer.tend(self.runs.values(), now)
                     self._forget(now)
@@ -540,6 +557,15 @@ class Service:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
+
+
+def _file_id(path: Path) -> tuple[int, int]:
+    """Give device and inode of a file; zeros where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_dev, found.st_ino
 
 
 def _contract(hello: Hello) -> Contract | None:

@@ -44,7 +44,8 @@ class Guard:
     def check(self, step: int, *, group: Any = None, checkpoint: Callable[[], object] | None = None) -> None:
         """Go on, or raise HaltedError on every rank of ``group`` at this same step, after ``checkpoint``.
 
-        Call it at each step boundary on every rank.  ``group`` is a torch process group; None means this process alone.  When
+        Call it at each step boundary on every rank.  ``group`` is a torch process group; None means this process alone.  A
+        ``checkpoint`` that raises is the halt's cause (``__cause__``) and halts all the same.  When
         the lease is lost (the daemon is dead or hung) the run's declared policy decides: fail_open goes on and says so,
         fail_closed halts with verdict ``unknown``.  A marker holds whether or not the daemon lives.  In mode off (see
         `isoexec.contracts.modes`) this rank asks for nothing; each host of a run has a state directory of its own to set it in.
@@ -54,7 +55,12 @@ class Guard:
             return
         marker = self._marker(step)
         if checkpoint is not None:
-            checkpoint()
+            try:
+                checkpoint()
+            except Exception as error:
+                # a halt that shows itself as a failed write would be taken for a fault, and the job tried again
+                _log.critical("no checkpoint before the halt", run=self._run, step=step, error=str(error))
+                raise HaltedError(marker) from error
         raise HaltedError(marker)
 
     def _off(self) -> bool:
@@ -111,7 +117,11 @@ class Guard:
         marker = HaltMarker(
             run=self._run, step=step, rule=rule, cause=cause, verdict=verdict, time=time.time()
         )
-        marker.write(self._directory.path)
+        try:
+            marker.write(self._directory.path)
+        except OSError as error:
+            # what is lost is that the halt outlives a restart; the halt itself, and its checkpoint, are not
+            _log.critical("marker cannot be written", run=self._run, step=step, error=str(error))
         return marker
 
 

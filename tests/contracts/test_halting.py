@@ -133,6 +133,20 @@ def test_a_marker_survives_and_the_first_one_counts(tmp_path: Path) -> None:
     assert "isoexec clear r" in str(MARKER)
 
 
+def test_of_two_writers_at_once_the_first_one_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = HaltMarker(run="r", step=8, rule="other", cause="", verdict="unknown")
+    put = HaltMarker._put
+
+    def meanwhile(self: HaltMarker, draft: Path) -> None:
+        put(self, draft)
+        put(MARKER, tmp_path / "halt.json")
+
+    monkeypatch.setattr(HaltMarker, "_put", meanwhile)
+    late.write(tmp_path)
+    assert HaltMarker.read(tmp_path) == MARKER
+    assert [path.name for path in tmp_path.iterdir()] == ["halt.json"]
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"run": "r"}'])
 def test_a_marker_that_cannot_be_read_still_halts(tmp_path: Path, content: str) -> None:
     (tmp_path / "halt.json").write_text(content)

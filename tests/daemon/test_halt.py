@@ -62,6 +62,36 @@ def test_a_main_loop_that_hangs_loses_the_lease(
     assert page.fine()
 
 
+def test_a_lease_left_just_now_is_taken_up_for_a_moment_and_a_marker_makes_it_halt(
+    keeper: LeaseKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = StateDirectory(tmp_path)
+    for run in ("going", "marked", "old", "rebooted"):
+        keeper.set(run, LeaseState.WARN, Policy.FAIL_CLOSED, step=7)
+    keeper.close()  # as a daemon that is killed leaves it
+    HaltMarker.write(MARKER, state.run("marked").path)
+    for run, seconds in (("old", -60.0), ("rebooted", 1e6)):
+        with LeasePage.create(state.run(run).lease) as page:
+            page.write(LeaseState.OK, ttl_seconds=seconds)
+    monkeypatch.setattr(halt, "RESUME_SECONDS", 2.0)
+    after = LeaseKeeper(state, ttl_seconds=0.2)
+    assert after.resume() == ["going", "marked"]
+    after.start()
+    going, marked = (LeasePage.open(state.run(run).lease) for run in ("going", "marked"))
+    assert (going.read().state, going.read().policy, going.read().step) == (
+        LeaseState.WARN,
+        Policy.FAIL_CLOSED,
+        7,
+    )
+    assert going.fine()
+    assert (marked.read().state, marked.read().rule) == (LeaseState.HALT, "unequal")
+    deadline = time.monotonic() + 20
+    while going.fine() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not going.fine()  # nobody of the run came back
+    after.close()
+
+
 def test_the_marker_lies_there_before_the_lease_says_halt(
     keeper: LeaseKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +188,17 @@ def test_escalation_goes_as_far_as_it_must_and_times_each_stage(
         assert waits[0] >= 0.5
         assert waits[1] >= 0.3
         assert reports[-1].seconds >= 0.8
+    handle.close()
+
+
+def test_a_stopped_process_is_woken_to_heed_its_sigterm(child: Callable[[str], Any]) -> None:
+    process = child(HEEDS)
+    process.send_signal(signal.SIGSTOP)
+    handle = ProcessHandle.open(process.pid)
+    assert handle is not None
+    settings = Escalation(enabled=True, cooperative_seconds=0.0, terminate_seconds=20.0)
+    assert see_through([handle], settings)[0] == ["terminate", "stopped"]
+    assert process.wait(10) == -signal.SIGTERM
     handle.close()
 
 

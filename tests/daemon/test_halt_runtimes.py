@@ -22,6 +22,7 @@ from isoexec.daemon.runtimes import Runtime
 
 class Server(HTTPServer):
     asked: list[tuple[str, str]]
+    tokens: list[str | None]
     status = 200
     delay = 0.0
 
@@ -31,6 +32,7 @@ class Handler(BaseHTTPRequestHandler):
         server: Any = self.server
         body = self.rfile.read(int(self.headers["content-length"]))
         server.asked.append((self.path, body.decode()))
+        server.tokens.append(self.headers.get("authorization"))
         time.sleep(server.delay)
         self.send_response(server.status)
         self.end_headers()
@@ -43,7 +45,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[Server]:
     one = Server(("127.0.0.1", 0), Handler)
-    one.asked = []
+    one.asked, one.tokens = [], []
     thread = threading.Thread(target=one.serve_forever, daemon=True)
     thread.start()
     yield one
@@ -57,11 +59,12 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """`scancel` and `kubectl` that note how they were called; a job named `bad` is refused, `hung` never answers."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in ("scancel", "kubectl"):
+    for name, said in (("scancel", "done"), ("kubectl", "true")):
         path = folder / name
         path.write_text(
             f'#!/bin/sh\nprintf "%s\\n" {name} "$@" >> {tmp_path}/asked\n'
-            'case "$*" in *bad*) echo "no such job" >&2; exit 1;; *hung*) exec sleep 60;; esac\necho done\n'
+            'case "$*" in *bad*) echo "no such job" >&2; exit 1;; *hung*) exec sleep 60;; *old*) exit 0;; esac\n'
+            f"echo {said}\n"
         )
         path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
@@ -75,8 +78,10 @@ def stop(**settings: Any) -> str:
 def test_slurm_and_kubernetes_are_asked_by_their_commands(commands: Path) -> None:
     assert stop(kind="slurm", job=4242) == "asked: done"
     assert commands.read_text().split("\n")[:2] == ["scancel", "4242"]
-    assert stop(kind="kubernetes", job="train", namespace="rl") == "asked: done"
+    assert stop(kind="kubernetes", job="train", namespace="rl") == "asked: job train has spec.suspend true"
     assert '{"spec":{"suspend":true}}' in commands.read_text().split("\n")
+    # an API without the field takes the patch, drops it and says that all is well
+    assert stop(kind="kubernetes", job="old", namespace="rl").startswith("failed: wanted spec.suspend true")
     assert stop(kind="slurm", job="bad") == "failed: exit 1: no such job"
     began = time.monotonic()
     assert stop(kind="slurm", job="hung", timeout_seconds=0.5) == "failed: no answer within 0.5 s"
@@ -88,11 +93,27 @@ def test_a_command_that_is_not_installed_is_a_failure(monkeypatch: pytest.Monkey
     assert stop(kind="slurm", job="1").startswith("failed: ")
 
 
+def test_a_token_is_read_when_it_is_used(server: Server, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef\n")
+    token.chmod(0o600)
+    address = f"http://127.0.0.1:{server.server_port}"
+    runtime = Runtime.of({"kind": "ray", "job": "j", "address": address, "token": str(token)}, "here")
+    assert asyncio.run(runtime.stop()).startswith("asked: 200")
+    token.write_text("fedcba9876543210")
+    assert asyncio.run(runtime.stop()).startswith("asked: 200")
+    assert server.tokens == ["Bearer 0123456789abcdef", "Bearer fedcba9876543210"]
+    token.unlink()
+    assert asyncio.run(runtime.stop()).startswith(f"failed: {token}: the token cannot be read")
+    assert "fedcba9876543210" not in repr(runtime)
+
+
 def test_ray_and_vllm_are_asked_over_http(server: Server) -> None:
     address = f"http://127.0.0.1:{server.server_port}"
     assert stop(kind="ray", job="raysubmit_1", address=address) == 'asked: 200 {"stopped": true}'
     assert stop(kind="vllm", address=address + "/").startswith("asked: 200")
     assert server.asked == [("/api/jobs/raysubmit_1/stop", "{}"), ("/pause", "{}")]
+    assert server.tokens == [None, None]
     server.status = 404
     assert stop(kind="ray", job="gone", address=address).startswith("failed: 404")
     server.delay = 1.0
@@ -111,6 +132,8 @@ def test_ray_and_vllm_are_asked_over_http(server: Server) -> None:
         ({"kind": "ray", "job": "a", "address": "file:///etc"}, "address: wanted http"),
         ({"kind": "vllm", "address": "http://h", "timeout_seconds": 0}, "timeout_seconds"),
         ({"kind": "vllm", "address": "http://h", "url": "x"}, "unknown setting 'url'"),
+        ({"kind": "vllm", "address": "http://h", "token": "/nonexistent"}, "token: /nonexistent"),
+        ({"kind": "slurm", "job": "1", "token": "/nonexistent"}, "token: slurm"),
         ("slurm", "wanted a map"),
     ],
 )

@@ -352,6 +352,26 @@ def test_a_side_that_says_nothing_is_unknown_and_named(daemon: Any, peer: Callab
     assert daemon.metric("isoexec_tokens_unpaired_total", run="silent", role="trainer") == 6
 
 
+def test_one_rank_that_hangs_is_silent_though_the_others_speak(
+    start: Callable[..., Any], peer: Callable[..., Any], wait_until: Callable[..., Any]
+) -> None:
+    daemon = start(silence_seconds={"trainer": 0.5})
+    speaks, _ = peer(daemon, "trainer", rank=0), peer(daemon, "trainer", rank=1)
+
+    def windows() -> list[dict[str, Any]]:
+        speaks.step(1)
+        rows = daemon.json("/api/v1/runs/r/windows")["windows"]
+        return [
+            silence
+            for row in rows
+            for silence in row["window"]["silence"]
+            if (silence["role"], silence["what"]) == ("trainer", "probe")
+        ]
+
+    (silence, *_) = wait_until(windows, "the silence")
+    assert silence["age_seconds"] > 0.5
+
+
 def test_a_retokenised_sequence_is_unpaired_on_both_sides(daemon: Any, peer: Callable[..., Any]) -> None:
     engine, trainer = peer(daemon, "engine", run="retokenised"), peer(daemon, "trainer", run="retokenised")
     one_step(engine, trainer, 1, [SEQUENCES[0], ([9, 8, 7, 5], 1, BITS)])

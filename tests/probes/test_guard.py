@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,32 @@ def test_a_halt_checkpoints_first_and_carries_rule_and_cause(tmp_path: Path, pag
     with pytest.raises(HaltedError, match="trainer TP is 1"):
         guard.check(4, checkpoint=lambda: saved.append(4))
     assert saved == [4]
+
+
+def test_a_checkpoint_that_cannot_be_written_halts_all_the_same(tmp_path: Path, page: LeasePage) -> None:
+    guard = Guard(settings(tmp_path))
+    page.write(LeaseState.HALT, step=3, rule="topology", cause="trainer TP is 1")
+
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(HaltedError, match="trainer TP is 1") as raised:
+        guard.check(4, checkpoint=full)
+    assert "No space left" in str(raised.value.__cause__)
+
+
+def test_a_full_disk_keeps_no_rank_from_its_checkpoint_and_its_halt(
+    disk: Path, fill: Callable[[Path], Path]
+) -> None:
+    state = StateDirectory(disk / "state").make()
+    state.run("r").path.mkdir(parents=True)
+    page = LeasePage.create(state.run("r").lease)
+    page.write(LeaseState.OK, ttl_seconds=0.0)
+    fill(disk)
+    saved: list[int] = []
+    with pytest.raises(HaltedError, match="stopped renewing"):
+        Guard(settings(state.path, "fail_closed")).check(1, checkpoint=lambda: saved.append(1))
+    assert saved == [1]
 
 
 def test_the_marker_blocks_a_restart_until_it_is_cleared(tmp_path: Path, page: LeasePage) -> None:

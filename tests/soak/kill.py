@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import random
@@ -27,7 +26,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 import numpy as np
+from common import peer_class  # type: ignore[import-not-found]  # beside this script
 
 from isoexec.contracts.halting import LeaseError, LeasePage, LeaseState, StateDirectory
 from isoexec.daemon.cli import run as run_daemon
@@ -41,17 +43,6 @@ SETTINGS = (
 )
 ROWS = "/api/v1/runs/r/windows?limit=20"
 CASES = (("engine", "engine_decode"), ("trainer", "trainer_score"))
-
-
-def peer_class() -> Any:
-    """The peer of the daemon's own tests."""
-    path = Path(__file__).parents[1] / "daemon" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("isoexec_daemon_peers", path)
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Peer
 
 
 class Acknowledged:

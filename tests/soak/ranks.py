@@ -19,7 +19,6 @@ import json
 import multiprocessing as mp
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,9 +26,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 import numpy as np
 import xxhash
-import yaml
+from common import start_daemon  # type: ignore[import-not-found]  # beside this script
 from prometheus_client.parser import text_string_to_metric_families
 
 from isoexec.contracts import wire
@@ -144,19 +145,6 @@ def accounts(text: str, rows: list[dict[str, Any]]) -> list[str]:
     return wrong
 
 
-def daemon(state_dir: Path) -> tuple[subprocess.Popen[str], str]:
-    config = state_dir / "settings.yaml"
-    config.write_text(yaml.safe_dump({"settle_seconds": 2.0, "window_seconds": 20.0}))
-    code = "import sys; from isoexec.daemon.cli import run; sys.exit(run())"
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", code, "--state-dir", str(state_dir), "--http", "127.0.0.1:0", "--log", "json",
-         "--config", str(config)],
-        stdout=subprocess.PIPE, stderr=(state_dir / "daemon.log").open("w"), text=True,
-    )  # fmt: skip
-    line = process.stdout.readline() if process.stdout else ""
-    return process, line.removeprefix("isoexec daemon: ").split(",")[0]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=1.0)
@@ -167,7 +155,8 @@ def main() -> int:
     seconds = chosen.minutes * 60
     with tempfile.TemporaryDirectory(prefix="isoexec-soak-") as folder:
         state_dir = Path(folder)
-        process, address = daemon(state_dir)
+        settings = {"settle_seconds": 2.0, "window_seconds": 20.0}
+        process, address = start_daemon(state_dir, settings, log=state_dir / "daemon.log")
         context = mp.get_context("spawn")
         told: Any = context.Queue()
         runs = [f"soak-{i}" for i in range(chosen.runs)]
