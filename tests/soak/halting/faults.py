@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -38,8 +37,8 @@ class Case:
     policy: str = "fail_open"
     flags: tuple[str, ...] = ()
     restarts: int = 0
-    bare: bool = False
-    """The ranks are processes of their own, with no agent that ends one as the other dies."""
+    torchrun: bool = False
+    """By torchrun, which ends and starts ranks; else the ranks are bare processes, and one does not end as the other dies."""
     ends: bool = True
     fence: bool = True
     patience: float = 30.0
@@ -61,7 +60,7 @@ def _signal(number: signal.Signals) -> Callable[[Stage], None]:
 def _restart(stage: Stage) -> None:
     _signal(signal.SIGKILL)(stage)
     began = time.monotonic()
-    stage.start_daemon()
+    stage.fork_daemon()
     stage.notes.append(f"a new daemon after {time.monotonic() - began:.1f} s")
 
 
@@ -133,8 +132,9 @@ def _then_halt(stage: Stage) -> None:
 
 
 CASES: dict[str, Case] = {
-    "verdict, 2 ranks": Case(asked="guard at the step boundary"),
-    "verdict, --max-restarts=2": Case(asked="guard; torchrun starts it again twice", restarts=2),
+    "verdict, 2 ranks of torchrun": Case(asked="guard at the step boundary", torchrun=True),
+    "verdict, 2 bare ranks": Case(asked="guard at the step boundary"),
+    "verdict, torchrun --max-restarts=2": Case(asked="guard; torchrun starts it again twice", restarts=2),
     "verdict, the checkpoint fails": Case(
         asked="guard; the disk of the checkpoint is full", flags=("full",), fence=False
     ),
@@ -175,15 +175,15 @@ CASES: dict[str, Case] = {
     "clock 40 days back, fail_closed, verdict": Case(
         asked="go on; then guard", fault=_jump(-40), policy="fail_closed", clock=True
     ),
-    "verdict, then rank 1 SIGKILLed, --max-restarts=2": Case(
+    "verdict, then rank 1 SIGKILLed, torchrun --max-restarts=2": Case(
         asked="marker; torchrun starts it again", flags=("deaf",), restarts=2, fence=False
     ),
     "rank 1 dead, rank 0 hangs in its collective, verdict": Case(
         asked="guard cannot agree: SIGTERM",
-        fault=_dead_rank, flags=("stuck",), bare=True, fence=False, patience=3, watched=False,
+        fault=_dead_rank, flags=("stuck",), fence=False, patience=3, watched=False,
     ),
     "rank 1 silent (SIGSTOP), verdict": Case(
-        asked="guard cannot agree: SIGTERM", fault=_silent_rank, bare=True, fence=False, patience=3, watched=False
+        asked="guard cannot agree: SIGTERM", fault=_silent_rank, fence=False, patience=3, watched=False
     ),
     "mode off, daemon dead, fail_closed": Case(
         asked="emergency off: go on",
@@ -239,18 +239,13 @@ def _do(*argv: str) -> str:
 
 
 def start_ranks(stage: Stage, case: Case) -> None:
-    rank = arguments(stage.folder, case.policy, *case.flags)
-    if not case.bare:
-        stage.start_job(
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
-            f"--max-restarts={case.restarts}", *rank,
-        )  # fmt: skip
+    if not (case.torchrun or case.restarts):
+        stage.fork_ranks(*case.flags)
         return
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    for number in (0, 1):
-        place = {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        stage.start_job(sys.executable, *rank, env=os.environ | place | {"OMP_NUM_THREADS": "1"})
+    stage.start_job(
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
+        f"--max-restarts={case.restarts}", *arguments(stage.folder, case.policy, *case.flags),
+    )  # fmt: skip
 
 
 def run_case(name: str, folder: Path) -> Row:

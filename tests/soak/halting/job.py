@@ -20,9 +20,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import torch
+import torch.distributed as dist
+from common import peer_class  # type: ignore[import-not-found]  # beside this folder
+
 from isoexec.contracts import wire
+from isoexec.contracts.errors import HaltedError
 from isoexec.contracts.halting import LeasePage, LeaseState, StateDirectory
 from isoexec.contracts.schema import Contract, library
+from isoexec.probes.client import Client, ProbeSettings
+from isoexec.probes.guard import Guard
 
 __all__ = ["CONTRACT", "RUN", "arguments", "engine_main", "loaded", "rank_main", "settings_of"]
 
@@ -33,9 +40,7 @@ CONTRACT = "qwen3-dense-cpu"
 RUN = "r"
 
 
-def settings_of(folder: Path, policy: str) -> Any:
-    from isoexec.probes.client import ProbeSettings
-
+def settings_of(folder: Path, policy: str) -> ProbeSettings:
     contract = Contract.load(library(CONTRACT))
     return ProbeSettings(
         run=RUN, state_dir=folder / "state", regime="bitwise", policy=policy, contract=contract
@@ -43,8 +48,6 @@ def settings_of(folder: Path, policy: str) -> Any:
 
 
 def save(path: Path, step: int, weights: Any) -> None:
-    import torch
-
     out = io.BytesIO()
     torch.save({"step": step, "weights": weights}, out)
     raw = out.getvalue()
@@ -58,8 +61,6 @@ def save(path: Path, step: int, weights: Any) -> None:
 
 def loaded(path: Path, world: int) -> tuple[int, str]:
     """Give the step of a checkpoint and what is wrong with it, or nothing."""
-    import torch
-
     digest, _, raw = path.read_bytes().partition(b"\n")
     if hashlib.sha256(raw).hexdigest().encode() != digest:
         return -1, f"{path.name}: its digest does not hold"
@@ -85,13 +86,6 @@ def rank_main(
     deaf: no guard is asked. immune: SIGTERM is ignored. stuck: a collective whose peer died hangs, as NCCL's does, and does
     not raise. full: there is no room for the checkpoint before the halt.
     """
-    import torch
-    import torch.distributed as dist
-
-    from isoexec.contracts.errors import HaltedError
-    from isoexec.probes.client import Client
-    from isoexec.probes.guard import Guard
-
     if immune:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for name, theirs in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")):
@@ -140,8 +134,6 @@ def rank_main(
 
 def engine_main(folder: Path, policy: str) -> None:
     """An engine of the run in a process of its own: breaks the contract when told to, ends when the lease says halt."""
-    from common import peer_class  # type: ignore[import-not-found]  # beside this folder
-
     contract = Contract.load(library(CONTRACT))
     identities = contract.identities.to_dict()
     state = StateDirectory(folder / "state")
@@ -171,7 +163,7 @@ def engine_main(folder: Path, policy: str) -> None:
 
 
 def arguments(folder: Path, policy: str, *flags: str) -> list[str]:
-    """The command line after the interpreter that runs a rank, or the engine by flag `engine`."""
+    """The command line after the interpreter that runs a rank."""
     return [__file__, "--folder", str(folder), "--policy", policy, *(f"--{flag}" for flag in flags)]
 
 
@@ -179,14 +171,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--policy", default="fail_open")
-    for flag in ("deaf", "immune", "stuck", "full", "engine"):
+    for flag in ("deaf", "immune", "stuck", "full"):
         parser.add_argument(f"--{flag}", action="store_true")
     given = vars(parser.parse_args())
-    folder, policy, engine = given.pop("folder"), given.pop("policy"), given.pop("engine")
-    if engine:
-        engine_main(folder, policy)
-    else:
-        rank_main(folder, policy, **given)
+    rank_main(given.pop("folder"), given.pop("policy"), **given)
 
 
 if __name__ == "__main__":

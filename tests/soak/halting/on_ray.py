@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from job import arguments  # type: ignore[import-not-found]  # beside this file
-from stage import Row, Stage, StageError, alive, end, until  # type: ignore[import-not-found]
+from stage import Row, Stage, StageError, alive, end, free_port, until  # type: ignore[import-not-found]
 
 __all__ = ["CASES", "run_case"]
 
@@ -54,7 +53,7 @@ class Cluster:
         self.token = folder / "token"
         self.token.write_text(secrets.token_hex(32))
         self.token.chmod(0o600)
-        self.port, dashboard = (_free_port() for _ in range(2))
+        self.port, dashboard = (free_port() for _ in range(2))
         self.address = f"http://127.0.0.1:{dashboard}"
         self.env = os.environ | {
             "HOME": str(folder / "home"),
@@ -129,7 +128,7 @@ def run_case(name: str, folder: Path) -> Row:
             ray.ask("/api/jobs/", {"entrypoint": entrypoint, "submission_id": job})
         else:
             driver = str(Path(__file__).with_name("ray_driver.py"))
-            place = [f"127.0.0.1:{ray.port}", str(_free_port()), str(folder)]
+            place = [f"127.0.0.1:{ray.port}", str(free_port()), str(folder)]
             stage.start_job(PYTHON, driver, *place, *flags, env=ray.env)
         stage.running()
         pids = stage.pids()
@@ -161,8 +160,3 @@ def run_case(name: str, folder: Path) -> Row:
 def _ended(ray: Cluster, job: str) -> str:
     status = str(ray.ask(f"/api/jobs/{job}")["status"])
     return "" if status in ("PENDING", "RUNNING") else status
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])

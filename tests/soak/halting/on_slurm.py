@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from job import arguments  # type: ignore[import-not-found]  # beside this file
-from stage import Row, Stage, StageError, alive, end, until  # type: ignore[import-not-found]
+from stage import Row, Stage, StageError, alive, end, free_port, until  # type: ignore[import-not-found]
 
 __all__ = ["CASES", "run_case"]
 
@@ -76,7 +76,7 @@ class Cluster:
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o400)
         self.config = folder / "slurm.conf"
-        self.config.write_text(CONFIG.format(folder=folder, host=host, ports=_free_ports(2)))
+        self.config.write_text(CONFIG.format(folder=folder, host=host, ports=(free_port(), free_port())))
         # the commands that the daemon runs read it too
         os.environ["SLURM_CONF"] = str(self.config)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -123,7 +123,7 @@ def run_case(name: str, folder: Path) -> Row:
     """Run one case in an empty folder. Raises StageError where its parts do not come up."""
     slurm = cluster()
     deaf = name != GUARD
-    port = str(_free_ports(1)[0])
+    port = str(free_port())
     flags = ("deaf", "immune") if deaf else ()
     script = folder / "job.sh"
     rank = " ".join([sys.executable, *arguments(folder, "fail_open", *flags)])
@@ -182,11 +182,3 @@ def run_case(name: str, folder: Path) -> Row:
         _said("scancel", job)
         stage.close()
     return row
-
-
-def _free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(one.getsockname()[1]) for one in held]
-    for one in held:
-        one.close()
-    return ports

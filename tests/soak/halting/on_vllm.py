@@ -6,15 +6,13 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
-from faults import Case, start_ranks  # type: ignore[import-not-found]  # beside this file
-from stage import Row, Stage, StageError, end, until  # type: ignore[import-not-found]
+from stage import Row, Stage, StageError, end, free_port, until  # type: ignore[import-not-found]  # beside this file
 
 __all__ = ["CASES", "run_case"]
 
@@ -91,8 +89,7 @@ def run_case(name: str, folder: Path) -> Row:
     from isoexec.adapters.demo.tiny import make_qwen3
 
     model = make_qwen3(folder / "model", seed=7)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = int(free.getsockname()[1])
+    port = free_port()
     log = folder / "vllm.log"
     with log.open("wb") as said:
         server = subprocess.Popen(
@@ -112,7 +109,7 @@ def run_case(name: str, folder: Path) -> Row:
     try:
         stage.start_daemon()
         stage.start_engine()
-        start_ranks(stage, Case(asked="", flags=("deaf", "immune")))
+        stage.fork_ranks("deaf", "immune")
         until(lambda: get(port, "/health")[0] == 200 or _gone(server, log), "the server", 400, 0.5)
         load = Load(port)
         until(lambda: len(load.answers) >= 2, "two sequences", 180)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import ray  # type: ignore[import-not-found]  # in a Python of its own
 
@@ -27,7 +28,8 @@ class Trainer:
 def main() -> None:
     address, port, folder, *flags = sys.argv[1:]
     ray.init(address=address, log_to_driver=False)
-    actors = [Trainer.remote() for _ in range(2)]
+    kind: Any = Trainer
+    actors = [kind.remote() for _ in range(2)]
     work = [
         one.train.remote(folder, rank, port, dict.fromkeys(flags, True)) for rank, one in enumerate(actors)
     ]

@@ -4,28 +4,37 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import traceback
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import start_daemon  # type: ignore[import-not-found]  # beside this folder
-from job import RUN, arguments, loaded, settings_of  # type: ignore[import-not-found]  # beside this file
+from job import RUN, engine_main, loaded, rank_main, settings_of  # type: ignore[import-not-found]  # beside this file
 
 from isoexec.contracts.errors import HaltedError, HandshakeError
 from isoexec.contracts.halting import HaltMarker, LeasePage, LeaseState, StateDirectory
 from isoexec.contracts.main import main as isoexec
+from isoexec.daemon.cli import run as run_daemon
+from isoexec.daemon.http import HttpServer  # noqa: F401 - loaded here, so that a fork has it
 from isoexec.daemon.journal import Journal
+from isoexec.daemon.service import Service  # noqa: F401
+from isoexec.probes.client import Client
+from isoexec.probes.guard import Guard
 
-__all__ = ["Row", "Stage", "StageError", "alive", "descendants", "until"]
+__all__ = ["Row", "Stage", "StageError", "alive", "descendants", "end", "free_port", "until"]
 
 
 class StageError(RuntimeError):
@@ -65,6 +74,11 @@ def until(condition: Callable[[], Any], what: str, seconds: float = 120.0, pause
     return found
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs, or is stopped; a zombie does not."""
     try:
@@ -83,7 +97,52 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def end(process: subprocess.Popen[Any] | None, patience: float = 15.0) -> None:
+class Forked:
+    """A child that runs a function of this process, which has everything imported; the part of Popen that is used here."""
+
+    def __init__(self, work: Callable[[], None], log: Path, env: Mapping[str, str]) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        try:
+            out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(out, 1)
+            os.dup2(out, 2)
+            os.environ.update(env)
+            work()
+        except BaseException:  # noqa: BLE001 - nothing of the parent may run in the child
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        os._exit(0)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float = 60.0) -> int:
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("fork", timeout)
+            time.sleep(0.01)
+        return self.returncode or 0
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+Process = subprocess.Popen[Any] | Forked
+
+
+def end(process: Process | None, patience: float = 15.0) -> None:
     """End a process that this script started, and what is below it."""
     if process is None:
         return
@@ -127,11 +186,12 @@ class Stage:
             },
             "settle_seconds": 0.5,
         }
-        self.daemon: subprocess.Popen[str] | None = None
+        self.daemon: Process | None = None
         self.address = ""
-        self.engine: subprocess.Popen[Any] | None = None
-        self.jobs: list[subprocess.Popen[Any]] = []
+        self.engine: Process | None = None
+        self.jobs: list[Process] = []
         self.notes: list[str] = []
+        self._streams: list[Any] = []
 
     # the parts
 
@@ -140,16 +200,39 @@ class Stage:
         self.daemon, self.address = start_daemon(
             self.state.path, self.settings, log=log, before=before, **options
         )
+        self._streams.append(self.daemon.stdout)
+
+    def fork_daemon(self) -> None:
+        """Start a daemon that has all its modules loaded: how long Python takes to import them is no part of it."""
+        log = self.folder / "daemon.log"
+        argv = ["--state-dir", str(self.state.path), "--http", "127.0.0.1:0", "--log", "json", "--config",
+                str(log.with_suffix(".yaml"))]  # fmt: skip
+        self.state.daemon.unlink(missing_ok=True)
+        self.daemon = Forked(lambda: sys.exit(run_daemon(argv)), log, {})
+        until(self.state.daemon.exists, "a daemon", 60, 0.005)
+        self.address = json.loads(self.state.daemon.read_text())["http"]
 
     def start_engine(self) -> None:
-        self.engine = subprocess.Popen([sys.executable, *arguments(self.folder, self.policy, "engine")])
+        folder, policy = self.folder, self.policy
+        self.engine = Forked(lambda: engine_main(folder, policy), folder / "engine.log", {})
         until((self.folder / "engine").exists, "the engine")
 
     def start_job(self, *argv: str, **options: Any) -> subprocess.Popen[Any]:
         with (self.folder / "job.log").open("ab") as log:
             options.setdefault("env", os.environ | {"OMP_NUM_THREADS": "1"})
-            self.jobs.append(subprocess.Popen(argv, stdout=log, stderr=log, **options))
-        return self.jobs[-1]
+            job = subprocess.Popen(argv, stdout=log, stderr=log, **options)
+        self.jobs.append(job)
+        return job
+
+    def fork_ranks(self, *flags: str) -> None:
+        """Start every rank as a bare process, with no agent that ends one as the other dies."""
+        folder, policy = self.folder, self.policy
+        port = str(free_port())
+        for rank in range(self.world):
+            place = {"RANK": str(rank), "WORLD_SIZE": str(self.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                     "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+            work = partial(rank_main, folder, policy, **dict.fromkeys(flags, True))
+            self.jobs.append(Forked(work, folder / "job.log", place))
 
     def close(self) -> None:
         for process in (*self.jobs, self.engine, self.daemon):
@@ -157,8 +240,8 @@ class Stage:
         for pid in self.pids():
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
-        if self.daemon is not None and self.daemon.stdout is not None:
-            self.daemon.stdout.close()
+        for stream in self._streams:
+            stream.close()
 
     # what is seen
 
@@ -194,9 +277,11 @@ class Stage:
 
     def verdict(self) -> float:
         """Break the contract, and give the unix time at which the lease says halt."""
+        began = time.monotonic()
         (self.folder / "strike").touch()
         with self.lease() as page:
             until(lambda: page.read().state is LeaseState.HALT, "the verdict", 120, 0.001)
+        self.notes.append(f"verdict {time.monotonic() - began:.2f} s after the break")
         return time.time()
 
     def command(self, *argv: str) -> int:
@@ -285,9 +370,6 @@ class Stage:
 
     def clear(self, row: Row) -> None:
         """See that the halted run does not start, clear it, and see that it starts; with a new daemon where there is none."""
-        from isoexec.probes.client import Client
-        from isoexec.probes.guard import Guard
-
         if self.daemon is None or self.daemon.poll() is not None:
             self.start_daemon()
         settings = settings_of(self.folder, self.policy)
