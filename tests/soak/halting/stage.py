@@ -64,7 +64,7 @@ class Row:
         return asdict(self)
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = 120.0, pause: float = 0.02) -> Any:
+def until(condition: Callable[[], Any], what: str, seconds: float = 300.0, pause: float = 0.02) -> Any:
     """Wait for what another process does. Raises StageError naming it."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
@@ -266,7 +266,7 @@ class Stage:
             until(
                 lambda: all(len(self.steps(rank)) >= wanted[rank] for rank in range(self.world)),
                 f"{more} steps",
-                180,
+                600,
             )
         except StageError as error:
             log = self.folder / "job.log"
