@@ -243,9 +243,9 @@ async def escalate(
     began = entered = time.monotonic()
     before = "cooperative"
 
-    def say(stage: str, answers: dict[str, str] | None = None) -> None:
+    def say(stage: str, answers: dict[str, str] | None = None, since: float | None = None) -> None:
         nonlocal before, entered
-        now = time.monotonic()
+        now = time.monotonic() if since is None else since
         record(
             StageReport(
                 stage=stage,
@@ -283,8 +283,9 @@ async def escalate(
         if await over(settings.terminate_seconds):
             return
     if runtimes:
+        asked_at = time.monotonic()
         answers = dict(zip([one.name for one in runtimes], await _ask(runtimes), strict=True))
-        say("runtime", answers)
+        say("runtime", answers, since=asked_at)  # the time that they take to answer is this stage's
         if await over(settings.runtime_seconds):
             return
     if not processes:

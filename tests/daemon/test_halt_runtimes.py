@@ -170,6 +170,14 @@ def test_a_runtime_is_asked_between_term_and_kill_and_only_for_its_runs(server: 
         assert [one.stage for one in reports] == ["terminate", "runtime", "kill", "stopped"]
         assert reports[1].answers == {f"vllm {address}": 'asked: 200 {"stopped": true}'}
         assert reports[2].before_seconds >= 0.3
+        # a runtime that answers late keeps its own stage waiting, not the one before
+        reports.clear()
+        server.delay = 0.4
+        settings = Escalation(enabled=True, cooperative_seconds=0.0, runtime_seconds=0.0)
+        asyncio.run(escalate([], settings, reports.append, runtimes=[runtime]))
+        assert [one.before for one in reports] == ["cooperative", "runtime"]
+        assert reports[1].before_seconds >= 0.4
+        server.delay = 0.0
         # on another host only the runtime can be asked, and whether it stopped is unknown
         reports.clear()
         settings = Escalation(enabled=True, cooperative_seconds=0.0, runtime_seconds=0.1)

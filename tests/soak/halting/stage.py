@@ -197,10 +197,11 @@ class Stage:
 
     def start_daemon(self, before: Sequence[str] = (), **options: Any) -> None:
         log = self.folder / "daemon.log"
-        self.daemon, self.address = start_daemon(
+        started, self.address = start_daemon(
             self.state.path, self.settings, log=log, before=before, **options
         )
-        self._streams.append(self.daemon.stdout)
+        self.daemon = started
+        self._streams.append(started.stdout)
 
     def fork_daemon(self) -> None:
         """Start a daemon that has all its modules loaded: how long Python takes to import them is no part of it."""
