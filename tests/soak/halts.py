@@ -47,7 +47,8 @@ def line(row: dict[str, Any]) -> str:
     steps = "/".join(map(str, row["steps_after_verdict"]))
     if row["steps_after_fence"] is not None:
         steps += f", {row['steps_after_fence']} after the fence"
-    seconds = "goes on" if row["seconds_to_stop"] is None else f"{row['seconds_to_stop']:.2f}"
+    went_on = "goes on" if row["starts"] else "-"
+    seconds = went_on if row["seconds_to_stop"] is None else f"{row['seconds_to_stop']:.2f}"
     if row["seconds_to_fence"] is not None:
         seconds += f" (fence {row['seconds_to_fence']:.2f})"
     happened = "; ".join(

@@ -16,7 +16,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from functools import cache
@@ -140,7 +139,7 @@ def run_case(name: str, folder: Path) -> Row:
         else:
             stage.jobs[0].wait(120)
             stage.notes.append(f"the driver saw {(folder / 'driver').read_text()}")
-        time.sleep(1.0)
+        until(stage.timed, "the stages in the journal", 60, 0.1)
         row = stage.row(name, CASES[name], at, stopped, ends=True, fence=not deaf)
         if name == ACTORS_KILL and row.starts <= stage.world:
             row.wrong.append("Ray did not start the actors again: nothing was shown")

@@ -37,6 +37,10 @@ from isoexec.probes.guard import Guard
 __all__ = ["Row", "Stage", "StageError", "alive", "descendants", "end", "free_port", "until"]
 
 
+ENDS = ("stopped", "survived", "not_stopped", "called_off", "unseen")
+"""What a stage of the journal may be that no other follows."""
+
+
 class StageError(RuntimeError):
     """A part of the stage that did not come up, or something that did not happen in time."""
 
@@ -263,12 +267,14 @@ class Stage:
     def running(self, more: int = 20) -> None:
         """Wait until every rank has begun so many more steps. Raises StageError with the end of the job's log."""
         wanted = [len(self.steps(rank)) + more for rank in range(self.world)]
+
+        def there() -> bool:
+            if self.jobs and all(job.poll() is not None for job in self.jobs):
+                raise StageError("the job ended")
+            return all(len(self.steps(rank)) >= wanted[rank] for rank in range(self.world))
+
         try:
-            until(
-                lambda: all(len(self.steps(rank)) >= wanted[rank] for rank in range(self.world)),
-                f"{more} steps",
-                600,
-            )
+            until(there, f"{more} steps", 600)
         except StageError as error:
             log = self.folder / "job.log"
             raise StageError(f"{error}: {log.read_text()[-1500:] if log.exists() else 'no log'}") from error
@@ -331,10 +337,21 @@ class Stage:
         if fence and list(saved) != row.halted_at:
             row.wrong.append(f"checkpoints of steps {saved}, halted at {row.halted_at}")
 
-    def _journal(self, row: Row) -> None:
+    def daemon_runs(self) -> bool:
+        """Whether the daemon is neither dead nor stopped."""
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(self.address + "/healthz", timeout=10).close()  # noqa: S310
+            return True
+        return False
+
+    def timed(self) -> list[dict[str, Any]]:
+        """Give the stages of the halt that the journal has, in order; none before the last one ended."""
         with contextlib.closing(Journal.open(self.state.journal)) as journal:
-            actions = list(reversed(journal.actions(RUN)))
-        timed = [one for one in actions if "before_seconds" in one]
+            found = [one for one in reversed(journal.actions(RUN)) if "before_seconds" in one]
+        return found if found and found[-1]["stage"] in ENDS else []
+
+    def _journal(self, row: Row) -> None:
+        timed = self.timed()
         row.stages = [f"{one['before']} {one['before_seconds']:.1f} s" for one in timed]
         row.stages += [one["stage"] for one in timed[-1:]]
         for one in timed:
