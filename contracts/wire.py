@@ -141,6 +141,50 @@ def _array(dtype: str, dims: int) -> Any:
     return field(metadata={"dtype": dtype, "dims": dims}, repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The fields of one type of message, read once: each message is checked on its way out and in."""
+
+    names: frozenset[str]
+    required: tuple[str, ...]
+    plain: tuple[str, ...]
+    checks: tuple[tuple[str, Check, str], ...]
+    arrays: Mapping[str, tuple[np.dtype[Any], int]]
+
+
+_LAYOUTS: dict[str, _Layout] = {}
+
+
+def _layout(kind: type[Message]) -> _Layout:
+    found = _LAYOUTS.get(kind.TYPE)
+    if found is None:
+        found = _LAYOUTS[kind.TYPE] = _read_layout(kind)
+    return found
+
+
+def _read_layout(kind: type[Message]) -> _Layout:
+    items = dataclasses.fields(kind)
+    return _Layout(
+        names=frozenset(item.name for item in items),
+        required=tuple(
+            item.name
+            for item in items
+            if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+        ),
+        plain=tuple(item.name for item in items if "dtype" not in item.metadata),
+        checks=tuple(
+            (item.name, item.metadata["check"], item.metadata["wanted"])
+            for item in items
+            if "check" in item.metadata
+        ),
+        arrays={
+            item.name: (np.dtype(item.metadata["dtype"]), item.metadata["dims"])
+            for item in items
+            if "dtype" in item.metadata
+        },
+    )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Message:
     """What every message says about itself. `seq` counts per source, a gap is a loss; `time` is unix s."""
@@ -154,42 +198,33 @@ class Message:
     time: float = _wire(_seconds, "finite unix seconds", default=0.0)
 
     def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            if "check" in item.metadata and not item.metadata["check"](value):
-                raise WireError(
-                    f"{self.TYPE}.{item.name}: wanted {item.metadata['wanted']}, found {_show(value)}"
-                )
-            if "dtype" in item.metadata:
-                self._check_array(item.name, value, item.metadata["dtype"], item.metadata["dims"])
+        layout = _layout(type(self))
+        for name, check, wanted in layout.checks:
+            value = getattr(self, name)
+            if not check(value):
+                raise WireError(f"{self.TYPE}.{name}: wanted {wanted}, found {_show(value)}")
+        for name, (dtype, dims) in layout.arrays.items():
+            self._check_array(name, getattr(self, name), dtype, dims)
 
-    def _check_array(self, name: str, value: Any, dtype: str, dims: int) -> None:
-        if not isinstance(value, np.ndarray) or value.dtype != np.dtype(dtype) or value.ndim != dims:
+    def _check_array(self, name: str, value: Any, dtype: np.dtype[Any], dims: int) -> None:
+        if not isinstance(value, np.ndarray) or value.dtype != dtype or value.ndim != dims:
             found = (
                 f"{value.dtype.str}, {value.ndim} dimensions"
                 if isinstance(value, np.ndarray)
                 else type(value).__name__
             )
             raise WireError(
-                f"{self.TYPE}.{name}: wanted an array {dtype} of {dims} dimensions, found {found}"
+                f"{self.TYPE}.{name}: wanted an array {dtype.str} of {dims} dimensions, found {found}"
             )
 
     def header(self) -> dict[str, Any]:
         """The header map of this message, without its arrays."""
-        values = {
-            item.name: getattr(self, item.name)
-            for item in dataclasses.fields(self)
-            if "dtype" not in item.metadata
-        }
+        values = {name: getattr(self, name) for name in _layout(type(self)).plain}
         return {"type": self.TYPE, "v": VERSION, **values}
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """The arrays of this message by name, in the order in which the body holds them."""
-        return {
-            item.name: getattr(self, item.name)
-            for item in dataclasses.fields(self)
-            if "dtype" in item.metadata
-        }
+        return {name: getattr(self, name) for name in _layout(type(self)).arrays}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -393,7 +428,7 @@ def encode_frame(message: Message) -> list[Buffer]:
     return [_PREFIX.pack(MAGIC, len(packed), body) + packed, *chunks]
 
 
-def _decode(header_bytes: bytes, body: bytes) -> Message:
+def _decode(header_bytes: bytes, body: memoryview) -> Message:
     try:
         header = msgpack.unpackb(header_bytes, raw=False, strict_map_key=True, use_list=True)
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
@@ -407,23 +442,20 @@ def _decode(header_bytes: bytes, body: bytes) -> Message:
     kind = MESSAGES.get(name) if isinstance(name, str) else None
     if kind is None:
         raise WireError(f"header.type: wanted one of {', '.join(MESSAGES)}, found {_show(name)}")
-    fields = {item.name: item for item in dataclasses.fields(kind)}
-    header.update(_decode_arrays(header.pop("arrays", []), body, fields))
-    unknown = sorted(str(key) for key in header if key not in fields)
-    if unknown:
-        raise WireError(f"{name}: unknown field {_show(unknown[0])}")
-    for key, item in fields.items():
-        if (
-            key not in header
-            and item.default is dataclasses.MISSING
-            and item.default_factory is dataclasses.MISSING
-        ):
+    layout = _layout(kind)
+    header.update(_decode_arrays(header.pop("arrays", []), body, layout.arrays))
+    if not header.keys() <= layout.names:
+        raise WireError(
+            f"{name}: unknown field {_show(min(str(key) for key in header.keys() - layout.names))}"
+        )
+    for key in layout.required:
+        if key not in header:
             raise WireError(f"{name}.{key}: missing")
     return kind(**header)
 
 
 def _decode_arrays(
-    described: Any, body: bytes, fields: Mapping[str, dataclasses.Field[Any]]
+    described: Any, body: memoryview, known: Mapping[str, tuple[np.dtype[Any], int]]
 ) -> dict[str, npt.NDArray[Any]]:
     if not isinstance(described, list):
         raise WireError(f"header.arrays: wanted a list, found {type(described).__name__}")
@@ -433,12 +465,12 @@ def _decode_arrays(
         if not (isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], str)):
             raise WireError(f"header.arrays: wanted [name, dtype, shape], found {_show(entry)}")
         name, dtype, shape = entry
-        wanted = fields[name].metadata.get("dtype") if name in fields else None
-        if wanted is None or dtype != wanted or name in arrays:
+        wanted = known[name][0] if name in known else None
+        if wanted is None or dtype != wanted.str or name in arrays:
             raise WireError(f"header.arrays: {_show(name)} of {_show(dtype)} is not an array of this message")
         if not (_sequence(_count)(shape) and len(shape) <= 2):
             raise WireError(f"header.arrays: shape of {name} is {_show(shape)}")
-        size = math.prod(shape) * np.dtype(wanted).itemsize
+        size = math.prod(shape) * wanted.itemsize
         if offset + size > len(body):
             raise WireError(f"body: {name} needs bytes {offset} to {offset + size}, found {len(body)}")
         count = math.prod(shape)
@@ -453,7 +485,11 @@ class FrameReader:
     """Takes a byte stream in any pieces and gives its messages; the first error poisons the reader."""
 
     def __init__(self, *, header_limit: int = HEADER_LIMIT, body_limit: int = BODY_LIMIT) -> None:
-        self._buffer = bytearray()
+        self._rest = memoryview(b"")  # bytes given and not looked at yet
+        self._head = bytearray()  # prefix and header of the frame that is being read
+        self._head_size = _PREFIX.size
+        self._body = bytearray()
+        self._body_size = 0
         self._header_limit = header_limit
         self._body_limit = body_limit
         self._error: WireError | None = None
@@ -461,47 +497,65 @@ class FrameReader:
     @property
     def pending(self) -> int:
         """Bytes of a frame that is not complete yet; not 0 at end of stream means that it was cut."""
-        return len(self._buffer)
+        return len(self._head) + len(self._body) + len(self._rest)
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[Message]:
         """Add bytes and give the messages that are complete now. Raises WireError, then and ever after."""
         return list(self.feed_each(data))
 
     def feed_each(self, data: bytes | bytearray | memoryview) -> Iterator[Message]:
-        """Add bytes and yield each complete message, so that those before a malformed frame are not lost."""
+        """Add bytes and yield each complete message, so that those before a malformed frame are not lost.
+
+        The bytes must stay as they are until the last message was taken.
+        """
         if self._error is not None:
             raise self._error
-        self._buffer += data
+        self._rest = memoryview(bytes(self._rest) + bytes(data)) if self._rest else memoryview(data).cast("B")
         try:
             while (message := self._next()) is not None:
                 yield message
+            self._rest = memoryview(b"")  # all of it was taken: hold nothing of the caller's
         except WireError as error:
             self._error = error
-            self._buffer.clear()
+            self._head, self._body, self._rest = bytearray(), bytearray(), memoryview(b"")
             raise
 
     def _next(self) -> Message | None:
-        buffer = self._buffer
-        if not buffer:
+        if not self._fill_head():
             return None
-        if buffer[:4] != MAGIC[: len(buffer)]:
-            raise WireError(f"frame: wanted magic {MAGIC!r}, found {bytes(buffer[:4])!r}")
-        if len(buffer) < _PREFIX.size:
+        if not self._fill(self._body, self._body_size):
             return None
-        _, header_len, body_len = _PREFIX.unpack_from(buffer)
-        if header_len > self._header_limit or body_len > self._body_limit:
-            raise WireError(
-                f"frame: header of {header_len} and body of {body_len} bytes, admitted "
-                f"{self._header_limit} and {self._body_limit}"
-            )
-        body_at = _PREFIX.size + header_len
-        end = body_at + body_len
-        if len(buffer) < end:
-            return None
-        header = bytes(buffer[_PREFIX.size : body_at])
-        body = bytes(memoryview(buffer)[body_at:end])
-        del buffer[:end]
-        return _decode(header, body)
+        header, body = bytes(self._head[_PREFIX.size :]), self._body
+        # the arrays of the message are views of the body: each has its own, and is not written again
+        self._head, self._body = bytearray(), bytearray()
+        self._head_size, self._body_size = _PREFIX.size, 0
+        return _decode(header, memoryview(body).toreadonly())
+
+    def _fill(self, part: bytearray, size: int) -> bool:
+        """Move bytes to a part of the frame until it has `size`; memory grows with what came, not with what was said."""
+        wanted = size - len(part)
+        if wanted > 0:
+            part += self._rest[:wanted]
+            self._rest = self._rest[wanted:]
+        return len(part) >= size
+
+    def _fill_head(self) -> bool:
+        """Whether prefix and header are there; the prefix is checked as soon as it is."""
+        head = self._head
+        if len(head) < _PREFIX.size:
+            whole = self._fill(head, _PREFIX.size)
+            if head[:4] != MAGIC[: len(head)]:
+                raise WireError(f"frame: wanted magic {MAGIC!r}, found {bytes(head[:4])!r}")
+            if not whole:
+                return False
+            _, header_len, body_len = _PREFIX.unpack_from(head)
+            if header_len > self._header_limit or body_len > self._body_limit:
+                raise WireError(
+                    f"frame: header of {header_len} and body of {body_len} bytes, admitted "
+                    f"{self._header_limit} and {self._body_limit}"
+                )
+            self._head_size, self._body_size = _PREFIX.size + header_len, body_len
+        return self._fill(head, self._head_size)
 
 
 _SOCKET_NAME = "isoexec.sock"

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from isoexec.contracts import wire
 from isoexec.probes.client import Client
-from isoexec.probes.pairing import DIGEST_BYTES, sampled, sequence_digest
+from isoexec.probes.pairing import DIGEST_BYTES, checked_ids, sampled
 
 __all__ = ["LogprobTap", "ScoredSequence", "from_padded"]
 
@@ -51,33 +52,47 @@ class LogprobTap:
         logprobs_mode: str = "raw_logprobs",
     ) -> int:
         """Send the sampled ones among ``sequences``; returns how many tokens were sent.  Never waits."""
-        chosen: list[tuple[bytes, ScoredSequence]] = []
+        waiting: list[ScoredSequence] = []
         sent = pending = 0
         for s in sequences:
-            digest = sequence_digest(
-                np.concatenate([np.asarray(s.prompt, np.int64), np.asarray(s.response, np.int64)])
-            )
-            if sampled(digest, self._one_in):
-                chosen.append((digest, s))
-                pending += len(s.response)
-            if pending >= _TOKENS_A_MESSAGE or len(chosen) >= wire.SEQUENCES_LIMIT:
-                sent += self._send(case, chosen, step, weight_version, temperature, logprobs_mode)
-                chosen, pending = [], 0
-        return sent + self._send(case, chosen, step, weight_version, temperature, logprobs_mode)
+            waiting.append(s)
+            pending += len(s.response)
+            if pending >= _TOKENS_A_MESSAGE or len(waiting) >= wire.SEQUENCES_LIMIT:
+                sent += self._send(case, waiting, step, weight_version, temperature, logprobs_mode)
+                waiting, pending = [], 0
+        return sent + self._send(case, waiting, step, weight_version, temperature, logprobs_mode)
 
     def _send(
         self,
         case: str,
-        chosen: Sequence[tuple[bytes, ScoredSequence]],
+        sequences: Sequence[ScoredSequence],
         step: int,
         weight_version: int,
         temperature: float,
         mode: str,
     ) -> int:
+        if not sequences:
+            return 0
+        # one array of all ids: what is done sequence by sequence here is what the step waits for
+        ids = checked_ids(
+            np.concatenate([_array(part) for s in sequences for part in (s.prompt, s.response)])
+        )
+        view, at = ids.data, 0
+        digests: list[bytes] = []
+        chosen: list[ScoredSequence] = []
+        tokens: list[np.ndarray[Any, np.dtype[np.int32]]] = []
+        for s in sequences:
+            start = at + len(s.prompt)
+            end = start + len(s.response)
+            digest = xxhash.xxh3_128_digest(view[at:end])
+            if sampled(digest, self._one_in):
+                digests.append(digest)
+                chosen.append(s)
+                tokens.append(ids[start:end])
+            at = end
         if not chosen:
             return 0
-        digests = np.frombuffer(b"".join(d for d, _ in chosen), np.uint8).reshape(len(chosen), DIGEST_BYTES)
-        lengths = np.array([len(s.response) for _, s in chosen], "<i4")
+        lengths = np.array([len(s.response) for s in chosen], "<i4")
         self._client.send(
             wire.Logprobs,
             case=case,
@@ -85,13 +100,18 @@ class LogprobTap:
             weight_version=weight_version,
             temperature=temperature,
             logprobs_mode=mode,
-            digests=digests,
+            digests=np.frombuffer(b"".join(digests), np.uint8).reshape(len(chosen), DIGEST_BYTES),
             lengths=lengths,
-            starts=np.array([len(s.prompt) for _, s in chosen], "<i4"),
-            logprobs=np.concatenate([s.logprobs for _, s in chosen]).astype("<f4", copy=False),
-            tokens=np.concatenate([np.asarray(s.response, "<i4") for _, s in chosen]),
+            starts=np.array([len(s.prompt) for s in chosen], "<i4"),
+            logprobs=np.concatenate([s.logprobs for s in chosen]).astype("<f4", copy=False),
+            tokens=np.concatenate(tokens),
         )
         return int(lengths.sum())
+
+
+def _array(ids: Sequence[int] | np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
+    # joined with int64, other kinds would turn into floats
+    return ids if isinstance(ids, np.ndarray) and ids.dtype.kind == "i" else np.asarray(ids, np.int64)
 
 
 def from_padded(

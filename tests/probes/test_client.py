@@ -107,6 +107,36 @@ def test_a_tap_names_sequences_by_content_and_keeps_the_bits(tmp_path: Path, lis
     assert np.array_equal(message.logprobs.view(np.int32), values.view(np.int32))
 
 
+def test_ids_may_be_lists_or_arrays_of_any_width(tmp_path: Path, listener: Any) -> None:
+    client = Client(settings(tmp_path), "engine")
+    client.connect()
+    tap = LogprobTap(client)
+    lists = [([1, 2], [7, 8, 9]), ([], [5]), ([3], []), ([4, 5], [6, 7])]
+    widths = [np.int32, np.uint64, np.int64, np.int16]
+    for as_arrays in (False, True):
+        rows = [
+            ScoredSequence(
+                prompt=np.array(p, width) if as_arrays else p,  # type: ignore[arg-type]
+                response=np.array(r, width) if as_arrays else r,  # type: ignore[arg-type]
+                logprobs=np.arange(len(r), dtype=np.float32),
+            )
+            for (p, r), width in zip(lists, widths, strict=True)
+        ]
+        assert tap.record("engine_decode", rows, step=0, weight_version=0) == 6
+    first, second = listener.wait(wire.Logprobs, 2)
+    for name, array in first.arrays().items():
+        assert np.array_equal(array, second.arrays()[name]), name
+    assert [bytes(digest) for digest in first.digests] == [sequence_digest([*p, *r]) for p, r in lists]
+    assert first.tokens.tolist() == [7, 8, 9, 5, 6, 7]
+    with pytest.raises(ValueError, match="token ids must be in"):
+        tap.record(
+            "engine_decode",
+            [ScoredSequence(prompt=[1 << 31], response=[2], logprobs=np.zeros(1, np.float32))],
+            step=0,
+            weight_version=0,
+        )
+
+
 def test_both_sides_of_a_job_send_the_same_sample(tmp_path: Path, listener: Any) -> None:
     client = Client(settings(tmp_path), "engine")
     client.connect()
