@@ -23,6 +23,7 @@ from isoexec.contracts.verdict import RuleHistory, Verdict, evaluate
 from isoexec.contracts.window import Window
 from isoexec.daemon.config import Config, ConfigError
 from isoexec.daemon.journal import Journal, JournalError
+from isoexec.daemon.memory import keep_freed
 from isoexec.daemon.views import runs_view
 
 __all__ = ["check", "run", "status"]
@@ -56,6 +57,7 @@ def run(argv: Sequence[str] | None = None) -> int:
             **_state(chosen),
         )
         _logging(config.log)
+        keep_freed()
         return asyncio.run(_serve(config))
     except IsoExecError as error:
         print(f"isoexec daemon: {error}", file=sys.stderr)

@@ -30,7 +30,7 @@ class SampleBuffer:
         held = self._counts.get(batch.pair, 0)
         if held < self._limit:
             self._held.setdefault(batch.pair, []).append(batch)
-            self._counts[batch.pair] = held + int(batch.lengths.sum())
+            self._counts[batch.pair] = held + batch.first.size
 
     def batches(self, pair: tuple[str, str]) -> list[Batch]:
         """Give what is held of a pair of cases, in order of arrival, whole batches."""
@@ -42,13 +42,13 @@ class SampleBuffer:
         for pair, batches in self._held.items():
             name = ":".join(pair)
             lengths = np.concatenate([batch.lengths for batch in batches])
-            starts = np.concatenate([np.asarray(batch.positions, np.int64) for batch in batches])
+            starts = np.concatenate([batch.positions for batch in batches])
             offset = np.cumsum(lengths) - lengths
             digests = np.frombuffer(b"".join(d for batch in batches for d in batch.digests), np.uint8)
             parts: Mapping[str, npt.NDArray[Any]] = {
-                "first": np.concatenate([part for batch in batches for part in batch.first]),
-                "second": np.concatenate([part for batch in batches for part in batch.second]),
-                "tokens": np.concatenate([part for batch in batches for part in batch.first_ids]),
+                "first": np.concatenate([batch.first for batch in batches]),
+                "second": np.concatenate([batch.second for batch in batches]),
+                "tokens": np.concatenate([batch.first_ids for batch in batches]),
                 "position": np.arange(int(lengths.sum())) + np.repeat(starts - offset, lengths),
                 "digest": np.repeat(digests.reshape(-1, 16), lengths, axis=0),
             }

@@ -4,21 +4,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
-
-import numpy as np
-import numpy.typing as npt
 
 from isoexec.contracts.window import PairStats, SamplingBreak
 from isoexec.contracts.wire import Logprobs, Step
 from isoexec.daemon.config import Config
-from isoexec.daemon.pairing import Batch, Pairing, Record, role_of
+from isoexec.daemon.pairing import Batch, Gone, Pairing, role_of
 from isoexec.daemon.statistics import PairAccumulator
 from isoexec.daemon.store import SampleBuffer
 
 __all__ = ["StepBuilder", "StepState"]
-
-_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 # where no pair of cases was ever seen, unpaired tokens are shown on the commonest one
 _DEFAULT_PAIR = ("engine_decode", "trainer_score")
@@ -100,11 +94,11 @@ class StepBuilder:
         step = batch.step if batch.step >= 0 else max([self.closed + 1, *self.open])
         state = self._state(step, now)
         state.pair(batch.pair).add(
-            _join(batch.first),
-            _join(batch.second),
+            batch.first,
+            batch.second,
             batch.lengths,
-            _join(batch.first_ids),
-            _join(batch.second_ids),
+            batch.first_ids,
+            batch.second_ids,
             batch.sources,
         )
         state.sampling |= batch.sampling
@@ -165,7 +159,7 @@ class StepBuilder:
             state.step,
             lag_steps=self._config.lag_steps,
             older_than=now - self._config.pending_seconds,
-            unpaired=lambda record: self._count_unpaired(state, record),
+            unpaired=lambda gone: self._count_unpaired(state, gone),
         )
         del self.open[state.step]
         self.closed = max(self.closed, state.step)
@@ -174,25 +168,25 @@ class StepBuilder:
     def _unpaired_at(self, now: float) -> _Evicted:
         return _Evicted(self, now)
 
-    def evicted(self, record: Record, now: float) -> None:
-        self._count_unpaired(self._state(max(record.step, self.closed + 1), now), record)
+    def evicted(self, gone: Gone, now: float) -> None:
+        self._count_unpaired(self._state(max(gone.step, self.closed + 1), now), gone)
 
-    def _count_unpaired(self, state: StepState, record: Record) -> None:
-        """Count a record against each pair of cases in which it was awaited and met nobody."""
-        role = role_of(record.case)
-        if not record.met_other_side:
-            state.unpaired[role] = state.unpaired.get(role, 0) + record.size
-            state.versions |= record.other_versions
+    def _count_unpaired(self, state: StepState, gone: Gone) -> None:
+        """Count records against each pair of cases in which they were awaited and met nobody."""
+        role = role_of(gone.case)
+        if not gone.met_other_side:
+            state.unpaired[role] = state.unpaired.get(role, 0) + gone.tokens
+            state.versions |= gone.other_versions
         if role == "engine":
             seen = {case for case in state.cases if role_of(case) == "trainer"}
-            wanted = [(record.case, case) for case in sorted(seen or self._trainer_cases)]
+            wanted = [(gone.case, case) for case in sorted(seen or self._trainer_cases)]
         else:
             # prefill rescores are a sample of their own: nobody waits for one
-            wanted = [("engine_decode", record.case)]
+            wanted = [("engine_decode", gone.case)]
         for pair in wanted or [_DEFAULT_PAIR]:
             partner = pair[1] if role == "engine" else pair[0]
-            if partner not in record.met and not (role == "trainer" and record.met_other_side):
-                state.pair(pair).count_unpaired(role, record.size)
+            if partner not in gone.met and not (role == "trainer" and gone.met_other_side):
+                state.pair(pair).count_unpaired(role, gone.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +194,5 @@ class _Evicted:
     builder: StepBuilder
     now: float
 
-    def __call__(self, record: Record) -> None:
-        self.builder.evicted(record, self.now)
-
-
-def _join(parts: list[npt.NDArray[_Scalar]]) -> npt.NDArray[_Scalar]:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    def __call__(self, gone: Gone) -> None:
+        self.builder.evicted(gone, self.now)

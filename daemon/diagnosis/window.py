@@ -30,10 +30,10 @@ def raw_pairs(batches: Sequence[Batch]) -> RawPairs:
     index = {name: place for place, name in enumerate(names)}
     digests = np.frombuffer(b"".join(digest[:8] for batch in batches for digest in batch.digests), "<i8")
     return RawPairs(
-        first=np.concatenate([part for batch in batches for part in batch.first]),
-        second=np.concatenate([part for batch in batches for part in batch.second]),
+        first=np.concatenate([batch.first for batch in batches]),
+        second=np.concatenate([batch.second for batch in batches]),
         lengths=np.concatenate([batch.lengths for batch in batches]),
-        starts=np.concatenate([np.asarray(batch.positions, np.int64) for batch in batches]),
+        starts=np.concatenate([batch.positions for batch in batches]),
         digests=digests.astype(np.int64),
         engine=np.asarray([index[source] for source in sources], np.int64),
         engine_names=tuple(names),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isoexec.contracts.window import PAIRS
 from isoexec.contracts.wire import Logprobs
-from isoexec.daemon.pairing import Batch, Pairing, Record
+from isoexec.daemon.pairing import Batch, Gone, Pairing
 
 Entry = tuple[str, int, list[float]]
 """(what the sequence is, start, logprobs)."""
@@ -42,7 +44,7 @@ class Join:
 
     def __init__(self, limit: int = 10_000) -> None:
         self.pairing = Pairing(limit_tokens=limit)
-        self.lost: list[Record] = []
+        self.lost: list[Gone] = []
         self.batches: list[Batch] = []
 
     def add(self, one: Logprobs, now: float = 0.0) -> list[Batch]:
@@ -55,11 +57,12 @@ class Join:
 
 
 def pairs_of(batches: list[Batch]) -> list[tuple[tuple[str, str], list[float], list[float]]]:
-    return [
-        (batch.pair, a.tolist(), b.tolist())
-        for batch in batches
-        for a, b in zip(batch.first, batch.second, strict=True)
-    ]
+    found = []
+    for batch in batches:
+        cuts = np.cumsum(batch.lengths)[:-1]
+        for a, b in zip(np.split(batch.first, cuts), np.split(batch.second, cuts), strict=True):
+            found.append((batch.pair, a.tolist(), b.tolist()))
+    return found
 
 
 def test_the_same_sequence_meets_whichever_side_comes_first() -> None:
@@ -103,6 +106,67 @@ def test_duplicates_pair_as_a_multiset_in_any_order(events: list[tuple[bool, str
     assert join.pairing.held_tokens == 0
 
 
+Waiting = tuple[str, str, int, list[float], int, set[str]]
+"""(case, what the sequence is, start, logprobs, version, cases met) of one sequence, one by one."""
+
+
+def one_by_one(held: list[Waiting], new: Waiting) -> list[tuple[tuple[str, str], list[float], list[float]]]:
+    """What a sequence pairs with, by walking over all that came before it."""
+    case, name, start, values, version, met = new
+    found = []
+    for pair in PAIRS:
+        partner = pair[1] if pair[0] == case else pair[0]
+        for other in held if case in pair else ():
+            low, high = max(start, other[2]), min(start + len(values), other[2] + len(other[3]))
+            versions = {version, other[4]}
+            fits = other[:2] == (partner, name) and (len(versions) == 1 or -1 in versions) and low < high
+            if fits and case not in other[5]:
+                other[5].add(case)
+                met.add(partner)
+                ours, theirs = values[low - start : high - start], other[3][low - other[2] : high - other[2]]
+                found.append((pair, *((ours, theirs) if pair[0] == case else (theirs, ours))))
+                break
+    held.append(new)
+    return found
+
+
+SEQUENCES = st.lists(
+    st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=5
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([pair[0] for pair in PAIRS[::3]] + [pair[1] for pair in PAIRS[:3]]),
+                  st.sampled_from([-1, 1, 2]), SEQUENCES),
+        max_size=8,
+    )
+)  # fmt: skip
+def test_messages_of_many_sequences_pair_as_their_sequences_do(
+    messages: list[tuple[str, int, list[tuple[str, int, int]]]],
+) -> None:
+    join, held = Join(), list[Waiting]()
+    number = itertools.count()
+    for case, version, sequences in messages:
+        entries: list[Entry] = [
+            (name, start, [float(next(number)) for _ in range(size)]) for name, start, size in sequences
+        ]
+        found = join.add(message(case, entries, version=version))
+        wanted = []
+        for name, start, values in entries:
+            if values:
+                wanted += one_by_one(held, (case, name, start, values, version, set()))
+        assert sorted(pairs_of(found)) == sorted(wanted)
+        assert all(batch.first.size == batch.lengths.sum() == batch.second_ids.size for batch in found)
+    assert join.pairing.held_tokens == sum(len(one[3]) for one in held)
+    join.retire(1)
+    assert sum(gone.records for gone in join.lost) == len(held)
+    assert join.pairing.held_tokens == join.pairing.pending("engine") == join.pairing.pending("trainer") == 0
+    met = Counter(frozenset(one[5]) for one in held)
+    assert sum((Counter({gone.met: gone.records}) for gone in join.lost), Counter()) == met
+
+
 def test_ranges_are_aligned_by_position() -> None:
     join = Join()
     join.add(message("engine_decode", [("a", 5, [-5.0, -6.0, -7.0])]))
@@ -112,7 +176,7 @@ def test_ranges_are_aligned_by_position() -> None:
     assert pairs_of(join.batches) == [
         (("engine_decode", "trainer_score"), [-5.0, -6.0, -7.0], [-5.5, -6.5, -7.5])
     ]
-    assert join.batches[0].positions == [5]
+    assert join.batches[0].positions.tolist() == [5]
 
 
 def test_other_versions_do_not_pair_and_are_remembered() -> None:
@@ -135,10 +199,10 @@ def test_the_trainer_says_which_step_it_is() -> None:
 
 def test_memory_is_bounded_and_the_oldest_go_first() -> None:
     join = Join(limit=10)
-    for name in "abcd":
-        join.add(message("engine_decode", [(name, 0, [-1.0] * 4)]))
+    for step, name in enumerate("abcd"):
+        join.add(message("engine_decode", [(name, 0, [-1.0] * 4)], step=step))
     assert join.pairing.held_tokens <= 10
-    assert [record.digest[:1] for record in join.lost] == [b"a", b"b"]
+    assert [gone.step for gone in join.lost] == [0, 1]
     assert join.pairing.evicted_tokens == 8
 
 
