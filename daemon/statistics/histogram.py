@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +14,30 @@ __all__ = ["BitHistogram"]
 
 # the upper half of the bits of a float32 without a sign: 8 bits of the exponent, 7 of the mantissa
 _BINS = 1 << 15
-_PIECE = 1 << 15
+_PIECE = 1 << 16
 _ROOM = np.empty(_PIECE, np.intp)
 
 Floats = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Edges:
+    """Coarse edges, the bins that one of them splits, and the coarse bucket of every other bin."""
+
+    values: Floats
+    cut: npt.NDArray[np.intp]
+    is_cut: npt.NDArray[np.bool_]
+    bucket: npt.NDArray[np.intp]
+
+
+@cache
+def _edges(raw: bytes) -> _Edges:
+    values = np.frombuffer(raw, np.float32)
+    is_cut = np.zeros(_BINS, np.bool_)
+    is_cut[values.view(np.uint32) >> 16] = True
+    lower = (np.arange(_BINS, dtype=np.uint32) << 16).view(np.float32)
+    return _Edges(values, np.flatnonzero(is_cut), is_cut, np.searchsorted(values, lower, side="left"))
 
 
 class BitHistogram:
@@ -28,12 +49,10 @@ class BitHistogram:
     def __init__(self, edges: Floats) -> None:
         """`edges` are those of a coarse histogram that is counted exactly beside the fine one; value <= edge."""
         self.zeros = 0
-        self.fine: Counts = np.zeros(_BINS, np.int64)
-        self._edges = edges
+        self._moved = 0
+        self._fine: Counts | None = None  # a window of equal bits never needs its 256 KiB
+        self._edges = _edges(edges.tobytes())
         self._coarse: Counts = np.zeros(edges.size + 1, np.int64)
-        self._cut = np.unique(edges.view(np.uint32) >> 16).astype(np.intp)
-        self._is_cut = np.zeros(_BINS, np.bool_)
-        self._is_cut[self._cut] = True
 
     @staticmethod
     def _lower(index: int) -> float:
@@ -41,18 +60,23 @@ class BitHistogram:
 
     @property
     def total(self) -> int:
-        return self.zeros + int(self.fine.sum())
+        return self.zeros + self._moved
 
     @property
     def coarse(self) -> Counts:
         """Counts by the edges given: one for each, then one for what is above."""
-        bins = np.arange(_BINS, dtype=np.uint32) << 16
-        bucket = np.searchsorted(self._edges, bins.view(np.float32), side="left")
-        counts = np.where(self._is_cut, 0, self.fine)
-        found = np.bincount(bucket, weights=counts, minlength=self._edges.size + 1)[: self._edges.size + 1]
-        whole: Counts = found.astype(np.int64) + self._coarse
+        whole = self._coarse.copy()
         whole[0] += self.zeros
+        if self._fine is not None:
+            counts = np.where(self._edges.is_cut, 0, self._fine)
+            found = np.bincount(self._edges.bucket, weights=counts, minlength=whole.size)
+            whole += found[: whole.size].astype(np.int64)
         return whole
+
+    def _counts(self) -> Counts:
+        if self._fine is None:
+            self._fine = np.zeros(_BINS, np.int64)
+        return self._fine
 
     def add(self, values: Floats) -> None:
         """Count float32 values that are finite and have no sign."""
@@ -68,10 +92,14 @@ class BitHistogram:
             zeros = values.size - int(np.count_nonzero(values))
             self.zeros += zeros
             counts[0] -= zeros
-        self.fine[: counts.size] += counts
-        if self._cut.size and counts[self._cut[self._cut < counts.size]].any():
-            split = values[self._is_cut.take(place)]
-            found = np.searchsorted(self._edges, split, side="left")
+            if zeros == values.size:
+                return
+        self._counts()[: counts.size] += counts
+        self._moved += int(counts.sum())
+        edges = self._edges
+        if edges.cut.size and counts[edges.cut[edges.cut < counts.size]].any():
+            split = values[np.flatnonzero(edges.is_cut.take(place))]
+            found = np.searchsorted(edges.values, split, side="left")
             self._coarse += np.bincount(found, minlength=self._coarse.size)
 
     def add_zeros(self, count: int) -> None:
@@ -80,7 +108,9 @@ class BitHistogram:
 
     def merge(self, other: BitHistogram) -> None:
         self.zeros += other.zeros
-        self.fine += other.fine
+        self._moved += other._moved
+        if other._fine is not None:
+            self._counts()[:] += other._fine
         self._coarse += other._coarse
 
     def quantile(self, share: float, largest: float) -> float:
@@ -91,10 +121,11 @@ class BitHistogram:
         rank = share * (total - 1)
         if rank < self.zeros:
             return 0.0
-        running = np.cumsum(self.fine) + self.zeros
+        fine = self._counts()
+        running = np.cumsum(fine) + self.zeros
         index = int(np.searchsorted(running, rank, side="right"))
         low = self._lower(index)
         high = min(self._lower(index + 1), largest)
-        before = int(running[index]) - int(self.fine[index])
-        inside = min((rank - before + 0.5) / int(self.fine[index]), 1.0)
+        before = int(running[index]) - int(fine[index])
+        inside = min((rank - before + 0.5) / int(fine[index]), 1.0)
         return min(low + max(high - low, 0.0) * inside, largest)

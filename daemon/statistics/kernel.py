@@ -15,11 +15,22 @@ import numpy.typing as npt
 
 from isoexec.contracts.window import FILLED_BELOW, HISTOGRAM_EDGES
 from isoexec.daemon.statistics.histogram import BitHistogram
-from isoexec.daemon.statistics.places import COLUMNS
 
-__all__ = ["CHUNK", "CLIP", "RARE", "RHO_CAP", "SMALL", "Room", "State", "Sums", "add_chunk", "add_few"]
+__all__ = [
+    "CHUNK",
+    "CLIP",
+    "RARE",
+    "RHO_CAP",
+    "SMALL",
+    "Room",
+    "State",
+    "Sums",
+    "add_chunk",
+    "add_equal",
+    "add_few",
+]
 
-CHUNK = 16384
+CHUNK = 32768
 """Tokens of one piece."""
 SMALL = 0.1
 """abs d in nats up to which the series of exp(d) is used."""
@@ -115,6 +126,13 @@ class Room:
         self.size, self.square, self.cube, self.work = (np.empty(CHUNK, np.float32) for _ in range(4))
         self.flags = np.empty(CHUNK, np.bool_)
         self._whole = np.empty((2, CHUNK), np.float32)
+        self._differs = np.empty(CHUNK, np.bool_)
+
+    def differs(self, n: int) -> Bools:
+        """Give room for what of a whole batch differs."""
+        if self._differs.size < n:
+            self._differs = np.empty(n, np.bool_)
+        return self._differs[:n]
 
     def whole(self, n: int) -> tuple[Floats, Floats]:
         """Give room for d and abs d of a whole batch: fresh memory costs more than what is done in it."""
@@ -123,29 +141,47 @@ class Room:
         return self._whole[0, :n], self._whole[1, :n]
 
 
+def add_equal(x: Floats) -> tuple[float, float] | None:
+    """Give the sums of x and of its square over a batch of which both sides are x, piece by piece.
+
+    None where a value is no number, no logprob, or 0: these are counted, and looked at one by one.
+    """
+    total = squares = 0.0
+    for at in range(0, x.size, CHUNK):
+        part = x[at : at + CHUNK]
+        with np.errstate(over="ignore", invalid="ignore"):
+            square = float(np.dot(part, part))
+        if not 2 * square < _PLAUSIBLE * _PLAUSIBLE:
+            return None
+        squares += square
+        total += float(np.dot(part, _ONES[: part.size]))
+    return (total, squares) if float(x.max()) < 0 else None
+
+
 def add_chunk(
     state: State,
     first: Floats,
     second: Floats,
+    differs: Bools,
     out: Floats,
     sizes: Floats,
     at: Longs,
+    rows: Doubles,
     room: Room,
     shape: bool,
-) -> tuple[Doubles, npt.NDArray[np.intp], Bools | None]:
+) -> tuple[npt.NDArray[np.intp], Bools | None, bool]:
     """Add a piece of at most CHUNK tokens, write its d to `out`, cut to 1e4 nats, and abs d to `sizes`, whole.
 
-    Both are 0 where a side is no number. `shape` asks for the sums that large windows take from some pieces only.
+    Both are 0 where a side is no number. `differs` says where bits do. `shape` asks for the sums that large windows
+    take from some pieces only.
 
-    Give sums [COLUMNS + 1, segments] of the segments that start `at`, the last row that of
-    min(exp(d), exp(RHO_CAP)) - 1; the places of tokens left to `add_few`; and where a side is no number, None for
-    nowhere. What rests on neighbours or on positions is left to the caller too.
+    Write sums to `rows` [COLUMNS + 1, segments] of the segments that start `at`, the last row that of
+    min(exp(d), exp(RHO_CAP)) - 1; the first holds their tokens, the others 0. Give the places of tokens left to
+    `add_few`; where a side is no number, None for nowhere; and whether d is other than 0 elsewhere. What rests on
+    neighbours or on positions is left to the caller too.
     """
     sums, n = state.sums, first.size
-    rows = np.zeros((len(COLUMNS) + 1, at.size))
-    rows[0] = np.diff(at, append=n)
     sums.tokens += n
-    differs = np.not_equal(first.view(np.int32), second.view(np.int32), out=room.flags[:n])
     unequal = int(np.count_nonzero(differs))
     top = max(float(first.max()), float(second.max()))
     if not top < 0:  # or NaN
@@ -177,11 +213,12 @@ def add_chunk(
         sizes[:] = 0
         if shape:
             sums.shape_tokens += n - missing
-        return rows, _NONE, bad
+        return _NONE, bad, False
     sums.unequal += unequal
     rare = unequal * RARE <= n
+    few = np.flatnonzero(differs) if rare else _NONE
     if rare:
-        rows[2] = np.bincount(_segments(at, np.flatnonzero(differs)), minlength=at.size)
+        rows[2] = np.bincount(_segments(at, few), minlength=at.size)
     elif (n - unequal) * RARE <= n:
         rows[2] = rows[0] - np.bincount(_segments(at, np.flatnonzero(~differs)), minlength=at.size)
     else:
@@ -189,14 +226,14 @@ def add_chunk(
     if shape:
         sums.shape_tokens += n - missing
     if rare:
-        few = np.flatnonzero(first != second)
+        few = few[first[few] != second[few]]
         out[:] = 0
         sizes[:] = 0
     else:
         few = _add_many(state, first, second, x, out, sizes, at, room, rows, top, shape)
     if bad is not None:
         few = few[~bad[few]]
-    return rows, few, bad
+    return few, bad, not rare
 
 
 def _segments(at: Longs, places: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:

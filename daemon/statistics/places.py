@@ -23,6 +23,8 @@ LABEL_LIMIT = 64
 """Labels kept of one attribute; what comes later is counted under `OTHER`."""
 OTHER = "other"
 
+_FAR = 1 << 40
+
 COLUMNS = ("tokens", "finite", "unequal", "sum_abs", "sum_d", "sum_square", "sum_excess")
 """Sums kept of each bucket; `sum_excess` is that of exp(d) - 1."""
 
@@ -39,24 +41,45 @@ class Cuts:
     bucket: Longs
     starts: Longs
     lengths: Longs
+    first: Longs
+    """The first segment of each sequence."""
+    sizes: Doubles
+    """Tokens of each segment."""
 
     @classmethod
-    def of(cls, lengths: Longs, chunk: int) -> Cuts:
-        """Cut sequences of `lengths` > 0, one after the other, and the multiples of `chunk`."""
+    def of(cls, lengths: Longs, every: int) -> Cuts:
+        """Cut sequences of `lengths` > 0, one after the other, and the multiples of `every`."""
         ends = np.cumsum(lengths)
         starts = ends - lengths
         total = int(ends[-1])
         after = np.concatenate([np.asarray(POSITIONS)[:, None] + starts, [starts + (lengths + 1) // 2]])
         before = ends - np.asarray(FROM_END[1:])[:, None]
-        inside = np.concatenate([after[after < ends], before[before > starts], np.arange(0, total, chunk)])
-        at = np.unique(inside)
+        inside = np.concatenate([after[after < ends], before[before > starts], np.arange(0, total, every)])
+        inside.sort()
+        at = inside[np.concatenate([[True], inside[1:] != inside[:-1]])]
         sequence = np.searchsorted(starts, at, side="right") - 1
         place = at - starts[sequence]
         to_end = ends[sequence] - 1 - at
         position = np.searchsorted(POSITIONS, place, side="right") - 1
         distance = np.searchsorted(FROM_END, to_end, side="right") - 1
         late = 2 * place >= lengths[sequence]
-        return cls(at, sequence, (position * len(FROM_END) + distance) * 2 + late, starts, lengths)
+        bucket = (position * len(FROM_END) + distance) * 2 + late
+        first = np.searchsorted(at, starts)
+        sizes = np.empty(at.size)
+        np.subtract(at[1:], at[:-1], out=sizes[:-1])
+        sizes[-1] = total - at[-1]
+        return cls(at, sequence, bucket, starts, lengths, first, sizes)
+
+
+def tokens_by_bucket(lengths: Longs) -> Doubles:
+    """Give the tokens [buckets] of sequences of `lengths`, which follow from these alone."""
+    low, high = (np.asarray(edges)[:, None, None] for edges in (POSITIONS, (*POSITIONS[1:], _FAR)))
+    near, far = (np.asarray(edges)[:, None] for edges in (FROM_END, (*FROM_END[1:], _FAR)))
+    half = (lengths + 1) // 2
+    start, end = np.maximum(low, lengths - far), np.minimum(high, lengths - near)
+    early = np.maximum(np.minimum(end, half) - start, 0).sum(axis=2)
+    late = np.maximum(end - np.maximum(start, half), 0).sum(axis=2)
+    return np.stack([early, late], axis=2).reshape(-1).astype(np.float64)
 
 
 class Groups:
@@ -72,6 +95,10 @@ class Groups:
         for index, values in enumerate(sums):
             self._places[index] += np.bincount(cuts.bucket, weights=values, minlength=width)
 
+    def add_equal(self, lengths: Longs) -> None:
+        """Add sequences of `lengths` of which every pair is finite and equal in every bit."""
+        self._places[:2] += tokens_by_bucket(lengths)
+
     def add_labels(self, attributes: Mapping[str, Sequence[object]], sums: Doubles) -> None:
         """Add sums [COLUMNS, sequences] under the label that each sequence has for each attribute.
 
@@ -83,9 +110,12 @@ class Groups:
                     f"attribute {name!r}: wanted one label a sequence, {sums.shape[1]}, found {len(values)}"
                 )
             known = self.labels.setdefault(name, {})
-            columns: dict[str, list[int]] = {}
-            for index, value in enumerate(values):
-                columns.setdefault(str(value), []).append(index)
+            if values.count(values[0]) == len(values):
+                columns: dict[str, list[int]] = {str(values[0]): list(range(len(values)))}
+            else:
+                columns = {}
+                for index, value in enumerate(values):
+                    columns.setdefault(str(value), []).append(index)
             for label, those in columns.items():
                 kept = label if label in known or len(known) < LABEL_LIMIT else OTHER
                 known.setdefault(kept, np.zeros(len(COLUMNS)))

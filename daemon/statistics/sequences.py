@@ -69,6 +69,20 @@ class SequenceSums:
         if len(self.waiting) >= _WAITING:
             self.flush()
 
+    def add_equal(self, lengths: npt.NDArray[np.int64]) -> None:
+        """Add sequences of `lengths` of which every pair is finite and equal in every bit."""
+        count, wide = lengths.size, lengths.astype(np.float64)
+        self.count += count
+        self.all_equal += count
+        self.inverse_geometric += count
+        self.ratio += count
+        self.ratio_square += count
+        self.length_square += float(np.dot(wide, wide))
+        self.lowest_mean_d = min(self.lowest_mean_d, 0.0)
+        self.highest_mean_d = max(self.highest_mean_d, 0.0)
+        self.worst = [*self.worst, *[0.0] * min(count, WORST)][:WORST]
+        self.means.add_zeros(count)
+
     def flush(self) -> BitHistogram:
         """Give the histogram of mean abs d with everything in it."""
         if self.waiting:

@@ -23,6 +23,7 @@ import xxhash
 
 from isoexec.contracts.wire import FrameReader, Logprobs, Message, encode_frame
 from isoexec.daemon.config import Config
+from isoexec.daemon.memory import keep_freed
 from isoexec.daemon.statistics import PairAccumulator
 from isoexec.daemon.window import StepBuilder
 
@@ -130,6 +131,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1 << 16, help="tokens of a message")
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
+    keep_freed()  # as the daemon does
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors, numpy {np.__version__}")
     print(
         f"{'':28}{'best':>9}{'median':>9}{'cpu':>9}   ms a million pairs, then million pairs a second at best"

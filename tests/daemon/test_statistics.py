@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isoexec.contracts.window import HISTOGRAM_EDGES, PairStats
-from isoexec.daemon.statistics import FROM_END, POSITIONS, BitHistogram, Bucket, PairAccumulator, places
+from isoexec.daemon.statistics import (
+    FROM_END,
+    POSITIONS,
+    BitHistogram,
+    Bucket,
+    Detail,
+    PairAccumulator,
+    places,
+)
 
 PAIR = ("engine_decode", "trainer_score")
 Floats = npt.NDArray[Any]
@@ -303,6 +311,40 @@ def test_an_attribute_of_a_sequence_breaks_down_its_tokens() -> None:
         ("False", 3, 0.0),
         ("True", 9, 0.25),
     }
+
+
+@pytest.mark.parametrize("unequal", [0, 3])
+def test_equal_batches_count_as_any_others_do(unequal: int) -> None:
+    """Batches without an unequal bit take a way of their own: counts by place, sequence and label must be the same."""
+    rng = np.random.default_rng(15)
+    lengths = [1, 2, 3, 15, 16, 17, 129, 1025, 4097, 16390, *rng.integers(1, 700, 40).tolist()]
+    n = sum(lengths)
+    q = (-rng.exponential(1.0, n) - 1e-3).astype(np.float32)
+    p = q.copy()
+    sums, whole = PairAccumulator(PAIR), PairAccumulator(PAIR)
+    p[:unequal] *= np.float32(1.25)
+    at = 0
+    for length in lengths:
+        one = slice(at, at + length)
+        sums.add(q[one], p[one], np.array([length]), attributes={"rank": [length % 2]})
+        at += length
+    # one value of another sign keeps the whole of it from the short way
+    q[-1], p[-1] = 1.0, 1.0
+    whole.add(q, p, np.array(lengths), attributes={"rank": [length % 2 for length in lengths]})
+    assert whole.result().positive == 1
+    assert sums.result().bitwise_equal == n - unequal
+    for name in ("histogram", "tokens", "bitwise_equal", "k3", "position_growth", "first_token_mean_abs_d"):
+        assert getattr(sums.result(), name) == pytest.approx(getattr(whole.result(), name), nan_ok=True), name
+    found, wanted = sums.detail(), whole.detail()
+    for name in Detail.__dataclass_fields__:
+        if not name.startswith("by_"):
+            assert getattr(found, name) == pytest.approx(getattr(wanted, name), nan_ok=True, rel=1e-5), name
+    for name in ("by_position", "by_distance_to_end"):
+        for one_, two in zip(getattr(found, name), getattr(wanted, name), strict=True):
+            assert (one_.tokens, one_.finite, one_.unequal) == (two.tokens, two.finite, two.unequal), one_
+    assert [(b.label, b.tokens, b.finite) for b in found.by_label["rank"]] == [
+        (b.label, b.tokens, b.finite) for b in wanted.by_label["rank"]
+    ]
 
 
 def test_an_empty_sequence_keeps_its_label_to_itself() -> None:
