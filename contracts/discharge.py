@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from isoexec.contracts.canonical import encode
+from isoexec.contracts.composites import apart
 from isoexec.contracts.digests import ZERO
 from isoexec.contracts.errors import EvidenceError
 from isoexec.contracts.evidence import Check, EvidenceRecord, Store, Subject, moment
@@ -207,7 +208,9 @@ class _Judge:
 
     def _covers(self, check: Check, family: str, binding: Binding, at: _At) -> Iterator[Refusal]:
         claimed = self.contract.claims.dtypes
-        dtypes = {dtype for op in binding.ops for dtype in dtypes_of(op, claimed)}
+        # of a composite its first part alone has operands from outside: what the others take, the parts before them have made
+        first = apart(binding)[0]
+        dtypes = {dtype for op in first.ops for dtype in dtypes_of(op, claimed)}
         wanted: dict[str, tuple[Value, ...]] = {"dtype": tuple(sorted(dtypes))}
         if family == "case_parity":
             wanted["case"] = binding.cases

@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from isoexec.contracts.composites import COMPOSITES, apart
+from isoexec.contracts.discharge import refusals
+from isoexec.contracts.evidence import Check, Control, EvidenceRecord, Store, Subject, stamp
 from isoexec.contracts.lint import lint
 from isoexec.contracts.lint.tables import FUNCTIONS
 from isoexec.contracts.operators import OPERATORS
+from isoexec.contracts.parts import Discharge
 from isoexec.contracts.schema import Contract, library
 
 NAME = "qwen3-dense-sm90"
@@ -47,6 +52,44 @@ def test_the_trainer_has_the_engine_s_bits_without_its_logits(name: str) -> None
         assert (part.function, dict(part.constants)) == (alone.function, dict(alone.constants))
     assert any({*fused.cases, "engine_decode"} <= set(group) for group in contract.claims.bitwise)
     assert not {one.rule for one in lint(contract)} & {"IX008", "IX010", "IX069"}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_fused_entry_takes_from_outside_what_its_first_part_takes(dtype: str, tmp_path: Path) -> None:
+    """Logits in float32 are made inside it: its evidence is of the dtypes of hidden states and of the head."""
+    contract, now = Contract.load(library("qwen3-dense-sm90")), 1_900_000_000.0
+    (entry,) = (b for b in contract.composition if b.region == "head_logprobs")
+    (provider,) = (p for p in contract.providers if p.function == entry.function)
+    check = Check(
+        family="rerun_determinism",
+        constants=entry.constants,
+        domain={"dtype": (dtype,)},
+        elements=1,
+        differing=0,
+        controls=(Control(name="a_fault", elements=1, differing=1),),
+    )
+    record = EvidenceRecord(
+        schema_version=1,
+        function=entry.function,
+        provider=Subject(name=provider.name, kind="kernel", source=provider.source),
+        arch="sm90",
+        environment={"torch": "any"},
+        profile="full",
+        gate=provider.source or "",
+        made=stamp(now - 1),
+        expires=stamp(now + 1),
+        checks=(check,),
+    )
+    store = Store([tmp_path])
+    store.write(record)
+    found = Discharge(kind="evidence", evidence=record.digest)
+    proven = replace(
+        contract,
+        composition=tuple(replace(b, discharge=found) if b is entry else b for b in contract.composition),
+    )
+    said = [one for one in refusals(proven, store, now=now) if one.regions == ("head_logprobs",)]
+    dtypes = [(one.wanted, one.found) for one in said if one.rule == "IX046"]
+    assert dtypes == ([] if dtype == "bfloat16" else [("bfloat16 covered", "float32")])
 
 
 def test_every_constant_of_a_fused_function_goes_to_a_part_and_makes_it_whole() -> None:
