@@ -413,28 +413,14 @@ def _normalised(look: _Look, settings: Settings) -> list[Finding]:
     if negative > 0.985 or negative < 0.015:
         return [_finding("support_renormalised", **evidence)]
     slope, fit = _odds(look)
-    if above and fit > 0.6 and abs(slope - 1) > 0.02:
-        return [
-            _finding(
-                "raw_against_processed",
-                temperature=settings.temperature,
-                odds_slope=slope,
-                fit=fit,
-                **evidence,
-            )
-        ]
-    if negative > 0.93 or negative < 0.07:
+    lopsided = negative > 0.93 or negative < 0.07
+    sloped = fit > 0.6 and abs(slope - 1) > 0.02
+    declared = evidence["mean_d"] > 0 and settings.temperature not in (None, 1.0)
+    if above and (sloped or (declared and not lopsided)):
+        said: dict[str, Any] = {"temperature": settings.temperature, "odds_slope": slope, "fit": fit}
+        return [_finding("raw_against_processed", **said, **evidence)]
+    if lopsided:
         return [_finding("support_renormalised", **evidence)]
-    if above and evidence["mean_d"] > 0 and settings.temperature not in (None, 1.0):
-        return [
-            _finding(
-                "raw_against_processed",
-                temperature=settings.temperature,
-                odds_slope=slope,
-                fit=fit,
-                **evidence,
-            )
-        ]
     if _off(look):
         return [_finding("support_or_scale", **evidence)]
     return []

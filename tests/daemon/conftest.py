@@ -22,6 +22,7 @@ import yaml
 
 from isoexec.contracts import wire
 from isoexec.contracts.halting import StateDirectory
+from isoexec.contracts.schema import Contract, library
 
 Sequence_ = tuple[Sequence[int], int, Any]
 """(token ids of prompt and response, position of the first logprob, logprobs)."""
@@ -211,6 +212,17 @@ def peer() -> Iterator[Callable[..., Peer]]:
     yield connect
     for one in made:
         one.stream.close()
+
+
+@pytest.fixture
+def contract_hello() -> dict[str, Any]:
+    """What a process under a contract says in its hello."""
+    contract = Contract.load(library("qwen3-dense-cpu"))
+    return {
+        "monitor_only": False,
+        "contract": contract.to_dict(),
+        "identities": contract.identities.to_dict(),
+    }
 
 
 @pytest.fixture

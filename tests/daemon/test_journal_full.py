@@ -15,7 +15,6 @@ import pytest
 
 from isoexec.contracts.halting import HaltMarker, LeasePage, LeaseState
 from isoexec.contracts.modes import Mode, write_mode
-from isoexec.contracts.schema import Contract, library
 from isoexec.daemon import evidence
 from isoexec.daemon.bundle import run as bundle
 from isoexec.daemon.evidence import Evidence, pack
@@ -36,24 +35,16 @@ def broken_step(engine: Any, trainer: Any, step: int) -> None:
     one_step(engine, trainer, step, [(*SEQUENCES[0][:2], BITS - 1), SEQUENCES[1]])
 
 
-def contract_hello() -> dict[str, Any]:
-    contract = Contract.load(library("qwen3-dense-cpu"))
-    return {
-        "monitor_only": False,
-        "contract": contract.to_dict(),
-        "identities": contract.identities.to_dict(),
-    }
-
-
 def test_a_full_disk_degrades_halts_and_catches_up(
     disk: Path,
     fill: Callable[[Path], Path],
     start: Callable[..., Any],
     peer: Callable[..., Any],
     wait_until: Callable[..., Any],
+    contract_hello: dict[str, Any],
 ) -> None:
     daemon = start(disk / "state")
-    engine, trainer = (peer(daemon, role, **contract_hello()) for role in ("engine", "trainer"))
+    engine, trainer = (peer(daemon, role, **contract_hello) for role in ("engine", "trainer"))
     other = peer(daemon, "engine", run="watched"), peer(daemon, "trainer", run="watched")
     one_step(engine, trainer, 1)
     one_step(*other, 1)
@@ -112,9 +103,10 @@ def test_a_halt_leaves_a_bundle_and_any_window_can_have_one(
     wait_until: Callable[..., Any],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    contract_hello: dict[str, Any],
 ) -> None:
     daemon = start()
-    engine, trainer = (peer(daemon, role, **contract_hello()) for role in ("engine", "trainer"))
+    engine, trainer = (peer(daemon, role, **contract_hello) for role in ("engine", "trainer"))
     one_step(engine, trainer, 1)
     daemon.windows()
     broken_step(engine, trainer, 2)
@@ -189,9 +181,10 @@ def test_a_weaker_mode_withholds_the_halt_and_the_journal_keeps_the_verdict(
     wait_until: Callable[..., Any],
     mode: Mode,
     state: LeaseState,
+    contract_hello: dict[str, Any],
 ) -> None:
     daemon = start()
-    engine, trainer = (peer(daemon, role, **contract_hello()) for role in ("engine", "trainer"))
+    engine, trainer = (peer(daemon, role, **contract_hello) for role in ("engine", "trainer"))
     write_mode(daemon.state, "r", mode, by="me", reason="known")
     broken_step(engine, trainer, 1)
     lease = LeasePage.open(daemon.state.run("r").lease)

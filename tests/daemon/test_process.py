@@ -84,20 +84,14 @@ def test_equal_bits_pass_and_one_changed_bit_is_a_violation(daemon: Any, peer: C
     assert LeasePage.open(daemon.state.run("equal").lease).read().state is LeaseState.WARN
 
 
-def contract_hello() -> dict[str, Any]:
-    contract = Contract.load(library("qwen3-dense-cpu"))
-    return {
-        "monitor_only": False,
-        "contract": contract.to_dict(),
-        "identities": contract.identities.to_dict(),
-    }
-
-
 def test_a_broken_contract_halts_marks_and_refuses_until_cleared(
-    start: Callable[..., Any], peer: Callable[..., Any], wait_until: Callable[..., Any]
+    start: Callable[..., Any],
+    peer: Callable[..., Any],
+    wait_until: Callable[..., Any],
+    contract_hello: dict[str, Any],
 ) -> None:
     daemon = start()
-    engine, trainer = (peer(daemon, role, **contract_hello()) for role in ("engine", "trainer"))
+    engine, trainer = (peer(daemon, role, **contract_hello) for role in ("engine", "trainer"))
     assert trainer.welcome.accepted, trainer.welcome.message
     one_step(engine, trainer, 1, [(*SEQUENCES[0][:2], BITS - 1), SEQUENCES[1]])
     lease = LeasePage.open(daemon.state.run("r").lease)
@@ -112,22 +106,22 @@ def test_a_broken_contract_halts_marks_and_refuses_until_cleared(
     actions = wait_until(lambda: daemon.json("/api/v1/runs/r")["actions"], "the action in the journal")
     assert actions[0]["action"] == "halt"
 
-    again = peer(daemon, "trainer", rank=1, **contract_hello())
+    again = peer(daemon, "trainer", rank=1, **contract_hello)
     assert not again.welcome.accepted
     assert "isoexec clear r" in again.welcome.message
     # nor after a restart of the daemon
     daemon.kill()
     daemon = start()
-    assert not peer(daemon, "trainer", rank=2, **contract_hello()).welcome.accepted
+    assert not peer(daemon, "trainer", rank=2, **contract_hello).welcome.accepted
     HaltMarker.clear(daemon.state.run("r").path)
-    assert peer(daemon, "trainer", rank=3, **contract_hello()).welcome.accepted
+    assert peer(daemon, "trainer", rank=3, **contract_hello).welcome.accepted
     assert LeasePage.open(daemon.state.run("r").lease).fine()
 
 
 def test_a_fact_that_breaks_between_steps_halts_before_the_next_step_begins(
-    daemon: Any, peer: Callable[..., Any], wait_until: Callable[..., Any]
+    daemon: Any, peer: Callable[..., Any], wait_until: Callable[..., Any], contract_hello: dict[str, Any]
 ) -> None:
-    trainer = peer(daemon, "trainer", run="facts", **contract_hello())
+    trainer = peer(daemon, "trainer", run="facts", **contract_hello)
     degrees = {"TP": 2, "SP": 1, "PP": 1, "CP": 1, "EP": 1, "ETP": 1, "DP": 1}
     claimed = Contract.load(library("qwen3-dense-cpu")).claims.environment
     switches, versions = dict(claimed.switches), {one.name: "1" for one in claimed.versions}
@@ -140,7 +134,7 @@ def test_a_fact_that_breaks_between_steps_halts_before_the_next_step_begins(
             weight_version=4,
             topology={**degrees, **other},
             environment={"arch": "cpu", "OMP_NUM_THREADS": "1", **versions, **switches},
-            identities=contract_hello()["identities"],
+            identities=contract_hello["identities"],
         )
 
     lease = LeasePage.open(daemon.state.run("facts").lease)
@@ -180,17 +174,21 @@ def test_a_marker_of_the_guard_is_seen_and_clearing_it_is_a_new_start(
     assert daemon.metric("isoexec_halted", run="guard") == 0
 
 
-def test_a_driver_that_comes_first_does_not_declare_the_run(daemon: Any, peer: Callable[..., Any]) -> None:
+def test_a_driver_that_comes_first_does_not_declare_the_run(
+    daemon: Any, peer: Callable[..., Any], contract_hello: dict[str, Any]
+) -> None:
     assert peer(daemon, "driver", run="driven").welcome.accepted
-    assert peer(daemon, "trainer", run="driven", **contract_hello()).welcome.accepted
+    assert peer(daemon, "trainer", run="driven", **contract_hello).welcome.accepted
     assert daemon.metric("isoexec_run_info", run="driven", mode="contract") == 1
     refused = peer(daemon, "engine", run="driven").welcome
     assert not refused.accepted
     assert refused.differences[0][0] == "contract"
 
 
-def test_another_contract_is_refused_with_the_fields(daemon: Any, peer: Callable[..., Any]) -> None:
-    trainer = peer(daemon, "trainer", run="another", **contract_hello())
+def test_another_contract_is_refused_with_the_fields(
+    daemon: Any, peer: Callable[..., Any], contract_hello: dict[str, Any]
+) -> None:
+    trainer = peer(daemon, "trainer", run="another", **contract_hello)
     other = Contract.load(library("qwen3-dense-cpu")).to_dict()
     for binding in other["composition"]:  # type: ignore[attr-defined]
         if binding["region"] == "attention":
@@ -205,8 +203,8 @@ def test_another_contract_is_refused_with_the_fields(daemon: Any, peer: Callable
     assert marker is not None
     assert (marker.rule, marker.verdict) == ("handshake", "violation")
     # a lie about the digest is not believed
-    peer(daemon, "trainer", run="lied-to", **contract_hello())
-    liar = peer(daemon, "engine", run="lied-to", rank=1, **{**contract_hello(), "contract": other})
+    peer(daemon, "trainer", run="lied-to", **contract_hello)
+    liar = peer(daemon, "engine", run="lied-to", rank=1, **{**contract_hello, "contract": other})
     assert not liar.welcome.accepted
     assert "identities.numerical_policy" in liar.welcome.message
     trainer.step(1)
@@ -215,9 +213,9 @@ def test_another_contract_is_refused_with_the_fields(daemon: Any, peer: Callable
 
 
 def test_a_contract_that_changes_between_two_syncs_halts_and_its_fields_are_named(
-    daemon: Any, peer: Callable[..., Any], wait_until: Callable[..., Any]
+    daemon: Any, peer: Callable[..., Any], wait_until: Callable[..., Any], contract_hello: dict[str, Any]
 ) -> None:
-    trainer = peer(daemon, "trainer", run="edited", **contract_hello())
+    trainer = peer(daemon, "trainer", run="edited", **contract_hello)
     contract = Contract.load(library("qwen3-dense-cpu"))
     other = contract.to_dict()
     for binding in other["composition"]:  # type: ignore[attr-defined]
@@ -535,8 +533,10 @@ def test_another_user_is_turned_away_by_the_kernels_word(daemon: Any) -> None:
 
 @pytest.mark.prometheus
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-def test_promtool_finds_the_metrics_clean(daemon: Any, peer: Callable[..., Any]) -> None:
-    engine, trainer = (peer(daemon, role, run="prom", **contract_hello()) for role in ("engine", "trainer"))
+def test_promtool_finds_the_metrics_clean(
+    daemon: Any, peer: Callable[..., Any], contract_hello: dict[str, Any]
+) -> None:
+    engine, trainer = (peer(daemon, role, run="prom", **contract_hello) for role in ("engine", "trainer"))
     one_step(engine, trainer, 1)
     daemon.windows("prom")
     text = daemon.text("/metrics")
