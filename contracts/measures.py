@@ -24,6 +24,7 @@ __all__ = [
     "PAIR_LABELS",
     "PHASES",
     "PREFIX",
+    "PROCESSES",
     "STAGES",
     "STATES",
     "Measure",
@@ -41,12 +42,24 @@ CLAIMS = ("handshake", "topology", "regions", "canaries", "weights", "sampling",
 PHASES = ("generation", "score", "train", "sync", "step", "probe")
 PAIR_LABELS = tuple(":".join(pair) for pair in PAIRS)
 TRAIN_VALUES = ("loss", "reward", "grad_norm")
+PROCESSES = 64
+"""Processes of a role with series of their own; the others share one."""
 
 # labels whose values come from a fixed set; `run`, `rule` and `region` come from the run's declarations
 LABEL_VALUES: dict[str, tuple[str, ...]] = {
     "pair": PAIR_LABELS,
     "role": ROLES,
-    "estimator": ("k1", "k3"),
+    "estimator": ("k1", "k2", "k3"),
+    "quantile": ("0.5", "0.9", "0.99", "0.999"),
+    # of a sequence: where its tokens lie, and how it was computed
+    "position": ("0", "1-15", "16-127", "128-1023", "1024-4095", "4096-16383", "16384+"),
+    "from_end": ("0", "1-15", "16-127", "128+"),
+    "group": (
+        *("prefix_miss", "prefix_hit", "pack_0", "pack_1", "pack_2_3", "pack_4_7", "pack_8"),
+        *("unpadded", "padded"),
+    ),
+    # a place that its process is given, never a name that it gives itself
+    "process": (*map(str, range(PROCESSES)), "other"),
     "outcome": OUTCOMES,
     "action": ACTIONS,
     "state": STATES,
@@ -120,13 +133,60 @@ _ALL = (
     ),
     _gauge("logprob_abs_diff_mean_nats", "Mean abs d of the last window", "run", "pair", unit="nats"),
     _gauge(
-        "logprob_abs_diff_p99_nats", "99th percentile of abs d of the last window", "run", "pair", unit="nats"
+        "logprob_abs_diff_quantile_nats",
+        "Quantile of abs d of the last window",
+        "run",
+        "pair",
+        "quantile",
+        unit="nats",
     ),
     _gauge("logprob_abs_diff_max_nats", "Largest abs d of the last window", "run", "pair", unit="nats"),
     _gauge("logprob_diff_mean_nats", "Mean d of the last window", "run", "pair", unit="nats"),
     _gauge("kl_nats", "KL(rollout, trainer) of the last window", "run", "pair", "estimator", unit="nats"),
     _gauge("rho_mean", "Mean of exp(d) of the last window; 1 for any numeric noise", "run", "pair"),
     _gauge("rho_z", "Standard errors by which the mean of exp(d) is off 1", "run", "pair"),
+    _gauge(
+        "rho_z_capped",
+        "Standard errors by which the mean of exp(d) is off 1, whatever the tails",
+        "run",
+        "pair",
+    ),
+    _counter("tokens_effective", "Effective sample size of each window, in tokens, added up", "run", "pair"),
+    _counter("tokens_clipped", "Paired tokens with exp(d) outside [0.8, 1.2]", "run", "pair"),
+    # where it lies: of the last window, absent where nothing was seen
+    _gauge(
+        "logprob_abs_diff_position_nats",
+        "Mean abs d by position in the response, of the last window",
+        "run",
+        "pair",
+        "position",
+        unit="nats",
+    ),
+    _gauge(
+        "logprob_abs_diff_from_end_nats",
+        "Mean abs d by distance to the last token, of the last window",
+        "run",
+        "pair",
+        "from_end",
+        unit="nats",
+    ),
+    _gauge(
+        "logprob_abs_diff_group_nats",
+        "Mean abs d by prefix-cache hit, place in the pack and padding, of the last window",
+        "run",
+        "pair",
+        "group",
+        unit="nats",
+    ),
+    _gauge(
+        "logprob_abs_diff_process_nats",
+        "Mean abs d by the process of either side, of the last window; the page of a run says which is which",
+        "run",
+        "pair",
+        "role",
+        "process",
+        unit="nats",
+    ),
     # verdicts
     _states(
         "verdict",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from isoexec.contracts.detail import BREAKDOWNS, FEW_TOKENS, NUMBERS, Number
 from isoexec.contracts.window import PairStats, Silence, Window
 
 __all__ = ["SIGNALS", "Reading", "Signal"]
@@ -145,6 +146,60 @@ def _rho_effect(pair: PairStats) -> float:
     if math.isnan(pair.rho_mean) or math.isnan(pair.rho_z):
         return math.nan
     return abs(pair.rho_mean - 1.0) if abs(pair.rho_z) > 10 else 0.0
+
+
+def _detailed(name: str, number: Number) -> Callable[[Window], Reading]:
+    def value(pair: PairStats) -> float:
+        return math.nan if pair.detail is None else number.judged(pair.detail.number(name))
+
+    return _trainer(value, name)
+
+
+def _worst_bucket(window: Window, by: str) -> Reading:
+    """Read the largest mean abs d of a bucket over the pairs of engine against trainer."""
+    missing = list(_silences(window, ("logprobs",)))
+    known = []
+    for pair in window.trainer_pairs:
+        detail = pair.detail
+        if detail is None or (bucket := detail.worst(by)) is None:
+            missing.append(f"{pair.label} has no bucket of {by} with {FEW_TOKENS} tokens")
+        else:
+            known.append((bucket.mean_abs_d, pair, bucket, detail.elsewhere(bucket)))
+    if not known:
+        return Reading(value=None, missing=tuple(missing) or ("no paired token to break down",))
+    number, pair, bucket, elsewhere = max(known, key=lambda item: item[0])
+    evidence = _summary(pair) | {"by": by, "label": bucket.label, "tokens_there": bucket.tokens}
+    if not math.isnan(elsewhere):
+        evidence["mean_abs_d_elsewhere"] = elsewhere
+    return Reading(value=number, missing=tuple(missing), evidence=evidence)
+
+
+def _broken_down(by: str) -> Callable[[Window], Reading]:
+    return lambda window: _worst_bucket(window, by)
+
+
+def _detail_signals() -> tuple[Signal, ...]:
+    numbers = [
+        Signal(
+            name=number.signal,
+            scope="mismatch",
+            text=f"{number.text}, worst pair",
+            unit=number.unit,
+            read=_detailed(name, number),
+        )
+        for name, number in NUMBERS.items()
+    ]
+    buckets = [
+        Signal(
+            name=f"worst_{by}_abs_d",
+            scope="mismatch",
+            text=f"mean abs d of the worst bucket by {by} ({text})",
+            unit="nats",
+            read=_broken_down(by),
+        )
+        for by, text in BREAKDOWNS.items()
+    ]
+    return (*numbers, *buckets)
 
 
 def _silence(window: Window) -> Reading:
@@ -343,4 +398,4 @@ def _signals() -> tuple[Signal, ...]:
     )
 
 
-SIGNALS: dict[str, Signal] = {signal.name: signal for signal in _signals()}
+SIGNALS: dict[str, Signal] = {signal.name: signal for signal in (*_signals(), *_detail_signals())}

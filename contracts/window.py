@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args
 
+from isoexec.contracts.detail import Bucket, PairDetail
 from isoexec.contracts.errors import IsoExecError
 
 __all__ = [
@@ -106,6 +107,7 @@ class PairStats:
     correlation: float = math.nan  # between the two sides' logprobs
     grid_share: float = math.nan  # share of the d != 0 that are exact multiples of 1/32
     histogram: tuple[int, ...] = ()  # of abs d: one count per HISTOGRAM_EDGES, then one for what is above
+    detail: PairDetail | None = None  # None: nobody computed it, as in journals of old
 
     @property
     def label(self) -> str:
@@ -280,7 +282,9 @@ class Window:
         return window
 
 
-_FLOATS = frozenset(f.name for f in fields(PairStats) if f.type == "float")
+_FLOATS: dict[type, frozenset[str]] = {
+    kind: frozenset(f.name for f in fields(kind) if f.type == "float") for kind in (PairStats, Bucket)
+}
 
 
 def _plain(value: Any) -> Any:
@@ -303,12 +307,19 @@ def _build(kind: type, row: Any) -> Any:
         raise WindowError(f"{kind.__name__} has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
     values = dict(row)
     try:
+        for name in _FLOATS.get(kind, frozenset()) & values.keys():
+            values[name] = float(values[name])
         if kind is PairStats:
-            for name in _FLOATS & values.keys():
-                values[name] = float(values[name])
             for name in ("pair", "histogram"):
                 if name in values:
                     values[name] = tuple(values[name])
+            if values.get("detail") is not None:
+                values["detail"] = _build(PairDetail, values["detail"])
+        if kind is PairDetail:
+            numbers = dict(values.get("numbers", {}))
+            values["numbers"] = {str(name): float(value) for name, value in numbers.items()}
+            values["worst_sequences"] = tuple(float(one) for one in values.get("worst_sequences", ()))
+            values["buckets"] = tuple(_build(Bucket, one) for one in values.get("buckets", ()))
         if kind is Diagnosis:
             values["pair"] = tuple(values["pair"])
         return kind(**values)

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from isoexec.contracts.errors import WireError
 
 __all__ = [
+    "ATTRIBUTES",
     "BODY_LIMIT",
     "HEADER_LIMIT",
     "MAGIC",
@@ -55,6 +56,8 @@ BODY_LIMIT = 64 << 20
 """Bytes of body at most."""
 SEQUENCES_LIMIT = 1 << 14
 """Sequences of one message at most: each costs the daemon a look-up, however short it is."""
+ATTRIBUTES = ("prefix_hit", "pack_index", "padding")
+"""What may be told of each sequence of a logprobs message beside its logprobs."""
 ROLES = ("engine", "trainer", "driver")
 CASES = ("engine_prefill", "engine_decode", "trainer_fwd", "trainer_recompute", "trainer_score")
 
@@ -137,8 +140,8 @@ def _wire(check: Check, wanted: str, **kwargs: Any) -> Any:
     return field(metadata={"check": check, "wanted": wanted}, **kwargs)
 
 
-def _array(dtype: str, dims: int) -> Any:
-    return field(metadata={"dtype": dtype, "dims": dims}, repr=False)
+def _array(dtype: str, dims: int, **kwargs: Any) -> Any:
+    return field(metadata={"dtype": dtype, "dims": dims}, repr=False, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +207,9 @@ class Message:
             if not check(value):
                 raise WireError(f"{self.TYPE}.{name}: wanted {wanted}, found {_show(value)}")
         for name, (dtype, dims) in layout.arrays.items():
-            self._check_array(name, getattr(self, name), dtype, dims)
+            value = getattr(self, name)
+            if value is not None or name in layout.required:
+                self._check_array(name, value, dtype, dims)
 
     def _check_array(self, name: str, value: Any, dtype: np.dtype[Any], dims: int) -> None:
         if not isinstance(value, np.ndarray) or value.dtype != dtype or value.ndim != dims:
@@ -223,8 +228,9 @@ class Message:
         return {"type": self.TYPE, "v": VERSION, **values}
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """The arrays of this message by name, in the order in which the body holds them."""
-        return {name: getattr(self, name) for name in _layout(type(self)).arrays}
+        """The arrays of this message by name, in the order in which the body holds them, without those left out."""
+        found = {name: getattr(self, name) for name in _layout(type(self)).arrays}
+        return {name: array for name, array in found.items() if array is not None}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -302,6 +308,10 @@ class Logprobs(Message):
     digests u1 [n, 16] (xxh3-128 over the int32le token ids, prompt and response, up to and including the last
     position covered), lengths i4 [n] (logprobs of each), starts i4 [n] (position of the first), logprobs f4
     [sum(lengths)] in nats, tokens i4 [sum(lengths)].
+
+    What a sender knows of its sequences may come with them, i4 [n] each, -1 where it does not know: prefix_hit, prompt
+    tokens taken from the prefix cache; pack_index, place in the trainer's pack, 0 first; padding, tokens of padding put
+    before it. A mismatch is broken down by them (ATTRIBUTES).
     """
 
     TYPE: ClassVar[str] = "logprobs"
@@ -316,6 +326,9 @@ class Logprobs(Message):
     starts: npt.NDArray[np.int32] = _array("<i4", 1)  # noqa: RUF009
     logprobs: npt.NDArray[np.float32] = _array("<f4", 1)  # noqa: RUF009
     tokens: npt.NDArray[np.int32] = _array("<i4", 1)  # noqa: RUF009
+    prefix_hit: npt.NDArray[np.int32] | None = _array("<i4", 1, default=None)  # noqa: RUF009
+    pack_index: npt.NDArray[np.int32] | None = _array("<i4", 1, default=None)  # noqa: RUF009
+    padding: npt.NDArray[np.int32] | None = _array("<i4", 1, default=None)  # noqa: RUF009
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -337,6 +350,18 @@ class Logprobs(Message):
                 f"logprobs: lengths add up to {total}, found {self.logprobs.shape[0]} logprobs and "
                 f"{self.tokens.shape[0]} tokens"
             )
+        for name in ATTRIBUTES:
+            values = getattr(self, name)
+            if values is None:
+                continue
+            if values.shape[0] != n:
+                raise WireError(
+                    f"logprobs.{name}: wanted one number a sequence, {n}, found {values.shape[0]}"
+                )
+            if n and int(values.min()) < -1:
+                raise WireError(
+                    f"logprobs.{name}: wanted numbers from 0 up, or -1, found {int(values.min())}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -210,12 +210,33 @@ def _tell(state: StateDirectory, rows: list[dict[str, Any]], *, alive: bool) -> 
                 f"  {pair['pair']}: {pair['bitwise_equal']} of {pair['tokens']} tokens have the same bits, "
                 f"mean abs d {float(pair['mean_abs_d']):.3g} nats, max {float(pair['max_abs_d']):.3g}"
             )
+            if pair.get("worst"):
+                worst = (f"{w['by']} {w['label']} {float(w['mean_abs_d']):.3g}" for w in pair["worst"])
+                print(f"    worst by mean abs d: {', '.join(worst)}")
         for verdict in row.get("failing", ()):
             print(f"  {verdict['outcome']}: {verdict['message']}")
+        _tell_modes(row)
         if row["halted"]:
             marker = row["marker"]
             print(f"  halted at step {marker['step']} by {marker['rule']}: {marker['cause']}")
             print(f"  isoexec clear {row['run']}  lets it start again")
+
+
+def _tell_modes(row: dict[str, Any]) -> None:
+    """Tell what each rule may do now, and who switched the run's mode when."""
+    mode = row.get("mode") or {}
+    if mode.get("time"):
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(mode["time"]))
+        why = f": {mode['reason']}" if mode["reason"] else ""
+        print(f"  mode {mode['mode']} since {since}, by {mode['by'] or 'nobody who said so'}{why}")
+    elif mode.get("mode", "enforce") != "enforce":
+        print(f"  mode {mode['mode']}, by nobody who said so")
+    names: dict[str, list[str]] = {}
+    for rule in row.get("rules", ()):
+        names.setdefault(rule["mode"], []).append(rule["rule"])
+    for now in ("halt", "warn", "dryrun", "off"):
+        if now in names:
+            print(f"  {now}: {', '.join(names[now])}")
 
 
 def check(argv: Sequence[str] | None = None) -> int:

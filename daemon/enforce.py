@@ -247,10 +247,11 @@ class Enforcer:
         dropped: dict[str, int],
     ) -> None:
         name, metrics = run.name, self._metrics
-        for stats, total in state.stats() if state else ():
-            metrics.pair(name, stats, total)
-        for role, tokens in (state.unpaired if state else {}).items():
-            metrics.add("tokens_unpaired", tokens, run=name, role=role)
+        if state is not None:
+            for stats in window.pairs:
+                metrics.pair(name, stats, state.sum_abs(stats.pair), run.place)
+            for role, tokens in state.unpaired.items():
+                metrics.add("tokens_unpaired", tokens, run=name, role=role)
         for role, messages in dropped.items():
             metrics.add("messages_dropped", messages, run=name, role=role)
         metrics.state("verdict", run_outcome((v.outcome, v.action) for v in verdicts), run=name)

@@ -17,6 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from isoexec.contracts.detail import Bucket, PairDetail, mean_abs_d
 from isoexec.contracts.errors import IsoExecError
 from isoexec.contracts.measures import LABEL_VALUES, MEASURES, PREFIX, Measure
 from isoexec.contracts.window import PairStats
@@ -150,21 +151,22 @@ class Metrics(Collector):
         for name in ("last_message_timestamp_seconds", "last_verdict_timestamp_seconds"):
             self._drop_series(name, run)
 
-    def _drop_series(self, name: str, run: str) -> None:
+    def _drop_series(self, name: str, *first: str) -> None:
+        """Remove the series whose first labels have these values; the run is the first one wherever there is one."""
         measure = MEASURES.get(PREFIX + name)
-        if measure is None or "run" not in measure.labels:
+        if measure is None or measure.labels[:1] != ("run",):
             return
-        at = measure.labels.index("run")
+        count = len(first)
         series: tuple[dict[Labels, Any], ...] = (
             self._values[measure.name],
             self._histograms.get(measure.name, {}),
         )
         for held in series:
-            for key in [key for key in held if key[at] == run]:
+            for key in [key for key in held if key[:count] == first]:
                 held.pop(key)
 
-    def pair(self, run: str, stats: PairStats, total_abs: float) -> None:
-        """Add one window's statistics of a pair."""
+    def pair(self, run: str, stats: PairStats, total_abs: float, place: Callable[[str], str]) -> None:
+        """Add one window's statistics of a pair; `place` gives the label of a process by its source."""
         labels = {"run": run, "pair": stats.label}
         for name in ("tokens", "bitwise_equal", "nonfinite", "exact_zero", "positive", "id_mismatch"):
             self.add(name if name == "tokens" else f"tokens_{name}", getattr(stats, name), **labels)
@@ -172,7 +174,6 @@ class Metrics(Collector):
             self.observe("logprob_abs_diff_nats", stats.histogram, total_abs, **labels)
         for name, value in (
             ("logprob_abs_diff_mean_nats", stats.mean_abs_d),
-            ("logprob_abs_diff_p99_nats", stats.p99_abs_d),
             ("logprob_abs_diff_max_nats", stats.max_abs_d),
             ("logprob_diff_mean_nats", stats.mean_d),
             ("rho_mean", stats.rho_mean),
@@ -181,6 +182,30 @@ class Metrics(Collector):
             self.set(name, value, **labels)
         self.set("kl_nats", stats.k1, **labels, estimator="k1")
         self.set("kl_nats", stats.k3, **labels, estimator="k3")
+        if stats.detail is not None:
+            self._detail(labels, stats, stats.detail, place)
+
+    def _detail(
+        self, labels: dict[str, str], stats: PairStats, detail: PairDetail, place: Callable[[str], str]
+    ) -> None:
+        self.set("kl_nats", detail.number("k2"), **labels, estimator="k2")
+        self.set("rho_z_capped", detail.number("rho_z_capped"), **labels)
+        for quantile in LABEL_VALUES["quantile"]:
+            value = detail.number(f"p{quantile[2:].ljust(2, '0')}_abs_d")
+            self.set("logprob_abs_diff_quantile_nats", value, **labels, quantile=quantile)
+        if stats.finite:
+            self.add("tokens_effective", detail.number("ess_share") * stats.finite, **labels)
+            self.add("tokens_clipped", round(detail.number("clip_share") * stats.finite), **labels)
+        rows: dict[tuple[str, Labels], list[Bucket]] = {}
+        for bucket in detail.buckets:
+            if (key := _series_of(bucket, place)) is not None:
+                rows.setdefault(key, []).append(bucket)
+        for name in {name for name, _ in _BREAKDOWNS.values()}:
+            self._drop_series(name, labels["run"], labels["pair"])
+        for (name, values), buckets in rows.items():
+            measure = MEASURES[PREFIX + name]
+            where = dict(zip(measure.labels[2:], values, strict=True))
+            self.set(name, mean_abs_d(buckets), **labels, **where)
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family; a part that fails is left out, counted and logged, and the rest is shown."""
@@ -231,6 +256,32 @@ class Metrics(Collector):
     def describe(self) -> Iterator[Metric]:
         """Name no family in advance: registering must not run a scrape."""
         return iter(())
+
+
+# breakdown of a window -> measure, and the label of each bucket where it is another one than the window's
+_BREAKDOWNS: dict[str, tuple[str, Mapping[str, str]]] = {
+    "position": ("logprob_abs_diff_position_nats", {}),
+    "from_end": ("logprob_abs_diff_from_end_nats", {}),
+    "prefix_hit": ("logprob_abs_diff_group_nats", {"miss": "prefix_miss", "hit": "prefix_hit"}),
+    "pack_index": (
+        "logprob_abs_diff_group_nats",
+        {"0": "pack_0", "1": "pack_1", "2-3": "pack_2_3", "4-7": "pack_4_7", "8+": "pack_8"},
+    ),
+    "padding": ("logprob_abs_diff_group_nats", {"none": "unpadded", "padded": "padded"}),
+    "engine": ("logprob_abs_diff_process_nats", {}),
+    "trainer": ("logprob_abs_diff_process_nats", {}),
+}
+
+
+def _series_of(bucket: Bucket, place: Callable[[str], str]) -> tuple[str, Labels] | None:
+    """Give measure and labels, after run and pair, under which a bucket is exported; None where it is not."""
+    if not bucket.finite or bucket.by not in _BREAKDOWNS:
+        return None
+    name, labels = _BREAKDOWNS[bucket.by]
+    if bucket.by in ("engine", "trainer"):
+        return name, (bucket.by, place(bucket.label))
+    label = labels.get(bucket.label) if labels else bucket.label
+    return None if label is None else (name, (label,))
 
 
 def _product(sets: Sequence[Sequence[str]]) -> Iterator[Labels]:

@@ -104,6 +104,8 @@ def run_page(run: dict[str, Any], windows: Sequence[dict[str, Any]], steps: Sequ
         )
     parts.append(_failing(run["failing"]))
     parts.append(f'<div class="plots">{_plots(windows, steps)}</div>')
+    parts.append(_worst(run["pairs"]))
+    parts.append(_rules(run["rules"], run["mode"], run["verdicts"]))
     parts.append(_processes(run["processes"]))
     parts.append(_actions(run["actions"]))
     return _shell(f"IsoExec {run['run']}", "".join(parts))
@@ -122,13 +124,45 @@ def _failing(verdicts: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def _worst(pairs: Sequence[dict[str, Any]]) -> str:
+    rows = "".join(
+        f"<tr><td>{html.escape(pair['pair'])}<td>{html.escape(w['by'])}<td>{html.escape(w['label'])}"
+        f"<td class=n>{_number(w['mean_abs_d'])}<td class=n>{_number(w['elsewhere'])}"
+        f"<td class=n>{w['unequal']} of {w['tokens']}"
+        for pair in pairs
+        for w in pair.get("worst", ())
+    )
+    if not rows:
+        return ""
+    head = "<tr><th>pair<th>by<th>worst<th>mean abs d, nats<th>elsewhere<th>tokens that differ"
+    return f"<h2>Where the mismatch is largest</h2><table>{head}{rows}</table>"
+
+
+def _rules(rules: Sequence[dict[str, Any]], mode: dict[str, Any], verdicts: Sequence[dict[str, Any]]) -> str:
+    """What each rule may do now, and who switched the mode of the run when."""
+    said = {verdict["rule"]: verdict for verdict in verdicts}
+    by = f", set by {html.escape(mode['by'])}" if mode["by"] else ""
+    since = f", {_since(mode['time'])}" if mode["time"] else ""
+    why = f": {html.escape(mode['reason'])}" if mode["reason"] else ""
+    rows = "".join(
+        f"<tr><td>{html.escape(rule['rule'])}<td>{_outcome(rule['mode'])}<td>{html.escape(rule['action'])}"
+        f"<td>{html.escape(rule['lowered_by'])}"
+        f"<td>{_outcome(str(said[rule['rule']]['outcome'])) if rule['rule'] in said else '-'}"
+        f"<td class=n>{_number(said.get(rule['rule'], {}).get('value'))}"
+        for rule in rules
+    )
+    head = "<tr><th>rule<th>may now<th>declares<th>lowered by<th>last outcome<th>value"
+    return f"<h2>Rules</h2><p class=note>mode {html.escape(mode['mode'])}{by}{since}{why}<table>{head}{rows}</table>"
+
+
 def _processes(processes: dict[str, dict[str, Any]]) -> str:
     rows = "".join(
-        f"<tr><td>{html.escape(source)}<td>{html.escape(str(data.get('role')))}<td>"
+        f"<tr><td>{html.escape(source)}<td>{html.escape(str(data.get('role')))}"
+        f"<td class=n>{html.escape(str(data.get('place', '-')))}<td>"
         + html.escape(", ".join(f"{k} {v}" for k, v in sorted(data.get("versions", {}).items())))
         for source, data in sorted(processes.items())
     )
-    return f"<h2>Processes</h2><table><tr><th>source<th>role<th>versions{rows}</table>"
+    return f"<h2>Processes</h2><table><tr><th>source<th>role<th>in metrics<th>versions{rows}</table>"
 
 
 def _actions(actions: Sequence[dict[str, Any]]) -> str:
@@ -136,10 +170,16 @@ def _actions(actions: Sequence[dict[str, Any]]) -> str:
         return ""
     rows = "".join(
         f"<tr><td>{_since(a['time'])}<td class=n>{a['step']}<td>{html.escape(a['action'])}"
-        f"<td>{html.escape(str(a.get('rule') or a.get('pids') or ''))}"
+        f"<td>{html.escape(_by(a))}"
         for a in actions
     )
     return f"<h2>What was done</h2><table><tr><th>when<th>step<th>action<th>by{rows}</table>"
+
+
+def _by(action: dict[str, Any]) -> str:
+    if action["action"] == "mode":
+        return f"{action.get('mode')} by {action.get('by') or '-'}: {action.get('reason') or '-'}"
+    return str(action.get("rule") or action.get("pids") or "")
 
 
 def _plots(windows: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> str:

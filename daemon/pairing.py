@@ -131,6 +131,8 @@ class Batch:
     first_sources: list[str]
     second_sources: list[str]
     sampling: set[tuple[str, str, str]]
+    attributes: dict[str, npt.NDArray[np.int32]] = field(default_factory=dict)
+    """What else is known of each sequence."""
 
     @property
     def sources(self) -> dict[str, list[str]]:

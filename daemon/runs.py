@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isoexec.contracts.halting import Policy
+from isoexec.contracts.measures import PROCESSES
 from isoexec.contracts.schema import Contract
 from isoexec.contracts.window import FieldDifference, Silence, Window
 from isoexec.contracts.wire import Attestation, Hello, Logprobs, Message, Probe, Step, Weights
@@ -100,6 +101,8 @@ class Run:
     probe_totals: dict[str, float] = field(default_factory=dict)
     sent_totals: dict[str, int] = field(default_factory=dict)
     rules_named: set[str] = field(default_factory=set)
+    places: dict[str, int] = field(default_factory=dict)
+    """Number of each process among those of its role, by source: the label of its series."""
     past: tuple[Point, ...] = ()
     """Mean abs d of the last windows, for what only shows over steps; begins anew with the daemon."""
 
@@ -150,10 +153,31 @@ class Run:
             self.lost_before[old.role] = self.lost_before.get(old.role, 0) + old.lost
         if old is not None and old.handle is not None:
             old.handle.close()
+        self._give_place(hello)
         self.processes[hello.source] = process
         process.count(hello)
         self.hear(hello, now)
         return agreement
+
+    def _give_place(self, hello: Hello) -> None:
+        """Give a process its rank for a place, that of the process whose place it takes, or the lowest that is free."""
+        if hello.source in self.places:
+            return
+        others = [one for one in self.processes.values() if one.role == hello.role]
+        taken = {self.places[one.source] for one in others if one.source in self.places}
+        same = (hello.replica, hello.rank)
+        gone = [one for one in others if (one.hello.replica, one.hello.rank) == same and not one.connected]
+        place = next((self.places[one.source] for one in reversed(gone) if one.source in self.places), None)
+        if place is None:
+            free = (number for number in (hello.rank, *range(PROCESSES)) if number not in taken)
+            place = next(free, PROCESSES)
+        if place < PROCESSES:
+            self.places[hello.source] = place
+
+    def place(self, source: str) -> str:
+        """Give the label that the series of a process have: one of `LABEL_VALUES["process"]`, whatever its name."""
+        number = self.places.get(source)
+        return "other" if number is None else str(number)
 
     def take_dropped(self) -> dict[str, int]:
         """Give the messages lost since this was last asked, by role, where there are any."""
@@ -234,7 +258,7 @@ class Run:
         version = state.weight_version if state else -1
         if version < 0:
             version = max((self.weights.latest(role) or -1 for role in _SIDES), default=-1)
-        pairs = tuple(stats for stats, _ in state.stats()) if state else ()
+        pairs = state.stats() if state else ()
         diagnosis, point = diagnose_step(state, pairs, self.regime, self.past)
         self.past = (*self.past, point)[-_PAST:] if point is not None else self.past
         window = Window(

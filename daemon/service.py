@@ -275,8 +275,11 @@ class Service:
         process.handle = ProcessHandle.open(connection.pid) if connection.pid else None
         connection.run, connection.source = hello.run, hello.source
         self._holders[hello.run, hello.source] = connection
+        place = run.place(hello.source)
         self.journal.add_process(
-            run.session, hello.source, {"role": hello.role, "versions": dict(hello.versions)}
+            run.session,
+            hello.source,
+            {"role": hello.role, "versions": dict(hello.versions), "place": place},
         )
         self._count(run, connection, hello)
         _log.info("hello", run=hello.run, role=hello.role, source=hello.source, regime=hello.regime)

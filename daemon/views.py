@@ -4,9 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterable
 from typing import Any
 
+from isoexec.contracts.detail import BREAKDOWNS
 from isoexec.contracts.halting import HaltMarker, StateDirectory
+from isoexec.contracts.modes import Mode, ModeSetting, read_mode
+from isoexec.contracts.rules import Rule
+from isoexec.contracts.window import PairStats, Window
 from isoexec.daemon.journal import Journal
 from isoexec.daemon.judge import run_outcome
 
@@ -20,7 +26,9 @@ def run_summary(state: StateDirectory, journal: Journal, row: dict[str, Any]) ->
     window = last[0]["window"] if last else None
     verdicts = journal.last_verdicts(run)
     marker = HaltMarker.read(state.run(run).path)
-    pairs = [pair for pair in window["pairs"] if pair["tokens"]] if window else []
+    pairs = [pair for pair in Window.from_dict(window).pairs if pair.tokens] if window else []
+    mode = read_mode(state, run)
+    rules = [rule for rule in journal.rules(row["session"]) if rule.applies_to(row["regime"])]
     return {
         "run": run,
         "regime": row["regime"],
@@ -28,6 +36,8 @@ def run_summary(state: StateDirectory, journal: Journal, row: dict[str, Any]) ->
         "policy": row["policy"],
         "started": row["started"],
         "ended": row["ended"],
+        "mode": {"mode": mode.mode.value, "by": mode.by, "reason": mode.reason, "time": mode.time},
+        "rules": _rule_modes(rules, mode, monitor_only=row["monitor_only"]),
         "halted": marker is not None,
         "marker": dataclasses.asdict(marker) if marker else None,
         "outcome": run_outcome((verdict["outcome"], verdict["action"]) for verdict in verdicts),
@@ -36,11 +46,12 @@ def run_summary(state: StateDirectory, journal: Journal, row: dict[str, Any]) ->
         "last_window": last[0]["time"] if last else None,
         "pairs": [
             {
-                "pair": ":".join(pair["pair"]),
-                "tokens": pair["tokens"],
-                "bitwise_equal": pair["bitwise_equal"],
-                "mean_abs_d": pair["mean_abs_d"],
-                "max_abs_d": pair["max_abs_d"],
+                "pair": pair.label,
+                "tokens": pair.tokens,
+                "bitwise_equal": pair.bitwise_equal,
+                "mean_abs_d": _json(pair.mean_abs_d),
+                "max_abs_d": _json(pair.max_abs_d),
+                "worst": _worst(pair),
             }
             for pair in pairs
         ],
@@ -51,6 +62,44 @@ def run_summary(state: StateDirectory, journal: Journal, row: dict[str, Any]) ->
             and (verdict["outcome"], verdict["action"]) != ("unknown", "dryrun")
         ],
     }
+
+
+def _json(number: float) -> float | str:
+    return number if math.isfinite(number) else str(number)
+
+
+def _worst(pair: PairStats) -> list[dict[str, Any]]:
+    """The worst bucket of each breakdown of a pair that differs, with mean abs d there and elsewhere, in nats."""
+    detail = pair.detail
+    if detail is None:
+        return []
+    found = [
+        bucket for by in BREAKDOWNS if (bucket := detail.worst(by)) is not None and bucket.mean_abs_d > 0
+    ]
+    return [
+        {
+            "by": bucket.by,
+            "label": bucket.label,
+            "tokens": bucket.tokens,
+            "unequal": bucket.unequal,
+            "mean_abs_d": _json(bucket.mean_abs_d),
+            "elsewhere": _json(detail.elsewhere(bucket)),
+        }
+        for bucket in found
+    ]
+
+
+def _rule_modes(rules: Iterable[Rule], mode: ModeSetting, *, monitor_only: bool) -> list[dict[str, Any]]:
+    """What each rule may do now, `mode`, beside the action it declares, and what lowered it: monitor only, or the run's mode."""
+    found = []
+    for rule in rules:
+        action = "warn" if monitor_only and rule.action == "halt" else rule.action
+        # a mode bounds halts; in `off` no guard looks at what any rule says
+        most = {Mode.WARN: "warn", Mode.DRYRUN: "dryrun"}.get(mode.mode, action)
+        now = "off" if mode.mode is Mode.OFF else most if action == "halt" else action
+        lowered = f"mode {mode.mode}" if now != action else "monitor only" if action != rule.action else ""
+        found.append({"rule": rule.name, "action": rule.action, "mode": now, "lowered_by": lowered})
+    return found
 
 
 def runs_view(state: StateDirectory, journal: Journal) -> list[dict[str, Any]]:

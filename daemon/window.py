@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from isoexec.contracts.window import PairStats, SamplingBreak
 from isoexec.contracts.wire import Logprobs, Step
+from isoexec.daemon.attributes import Attributes, labels_of
 from isoexec.daemon.config import Config
+from isoexec.daemon.detail import pair_detail
 from isoexec.daemon.pairing import Batch, Gone, Pairing, role_of
 from isoexec.daemon.statistics import PairAccumulator
 from isoexec.daemon.store import SampleBuffer
@@ -45,9 +47,16 @@ class StepState:
     def pair(self, pair: tuple[str, str]) -> PairAccumulator:
         return self.accumulators.setdefault(pair, PairAccumulator(pair))
 
-    def stats(self) -> tuple[tuple[PairStats, float], ...]:
-        """Give the statistics of each pair and the sum of its abs d."""
-        return tuple((sums.result(), sums.sum_abs) for _, sums in sorted(self.accumulators.items()))
+    def stats(self) -> tuple[PairStats, ...]:
+        """Give the statistics of each pair, whole: for the window of a closed step, not for every frame."""
+        return tuple(
+            replace(sums.result(), detail=pair_detail(sums.detail()))
+            for _, sums in sorted(self.accumulators.items())
+        )
+
+    def sum_abs(self, pair: tuple[str, str]) -> float:
+        """Sum of abs d of a pair, in nats."""
+        return self.accumulators[pair].sum_abs
 
     def sampling_breaks(self) -> tuple[SamplingBreak, ...]:
         rows = [SamplingBreak(field=name, engine=a, trainer=b) for name, a, b in sorted(self.sampling)]
@@ -61,6 +70,7 @@ class StepBuilder:
     def __init__(self, config: Config, *, pending_tokens: int) -> None:
         self._config = config
         self.pairing = Pairing(limit_tokens=pending_tokens)
+        self._attributes = Attributes()
         self.open: dict[int, StepState] = {}
         self.closed = -1
         """Last step of which a window was made."""
@@ -87,19 +97,21 @@ class StepBuilder:
             state.weight_version = max(state.weight_version, message.weight_version)
             if role == "trainer":
                 self._finish_before(state.step, now)
+        self._attributes.note(message)
         for batch in self.pairing.add(message, now, self._unpaired_at(now)):
             self._batch(batch, now)
 
     def _batch(self, batch: Batch, now: float) -> None:
         step = batch.step if batch.step >= 0 else max([self.closed + 1, *self.open])
         state = self._state(step, now)
+        batch.attributes = self._attributes.of(batch.pair, batch.digests)
         state.pair(batch.pair).add(
             batch.first,
             batch.second,
             batch.lengths,
             batch.first_ids,
             batch.second_ids,
-            batch.sources,
+            batch.sources | labels_of(batch.attributes),
         )
         state.sampling |= batch.sampling
         state.samples.add(batch)
@@ -161,6 +173,7 @@ class StepBuilder:
             older_than=now - self._config.pending_seconds,
             unpaired=lambda gone: self._count_unpaired(state, gone),
         )
+        self._attributes.forget(state.step - self._config.lag_steps)
         del self.open[state.step]
         self.closed = max(self.closed, state.step)
         return state

@@ -97,17 +97,26 @@ RECORDINGS: tuple[Recording, ...] = (
 )
 
 
+_BY_PROCESS = f"{{}} by (run, pair, role) ({series('logprob_abs_diff_process_nats')})"
+_CLIPPED = (
+    f"sum by (run, pair) ({_rate5('tokens_clipped_total')})"
+    f" / (sum by (run, pair) ({_PAIRED} - {_rate5('tokens_nonfinite_total')}) > 0)"
+)
+
+
 def _claim(claim: str) -> str:
     selector = series("claim", f'claim="{claim}"', _VIOLATION)
     return f"max by (run) ({selector}) == 1"
 
 
-def _above(degree: int, *, exact: bool) -> str:
+_MEAN = f"max by (run, pair) ({series('logprob_abs_diff_mean_nats')})"
+
+
+def _above(degree: int, *, exact: bool, worst: str = _MEAN) -> str:
     """Mean abs d above its regime's bound, as set operations: no label can make them many-to-many."""
     bounds = {regime: rows["mean_abs_d"][degree] for regime, rows in LADDER.items()}
     if exact:
         bounds = {"bitwise": 0.0} | bounds
-    worst = f"max by (run, pair) ({series('logprob_abs_diff_mean_nats')})"
     clauses = []
     for regime, bound in bounds.items():
         runs = series("run_info", f'regime="{regime}"')
@@ -231,6 +240,25 @@ ALERTS: tuple[Alert, ...] = (
         f" and max by (run, pair) (abs({series('rho_z')})) > 10",
         "E[rho] is off 1: no numeric noise does that, the sides mean different things.",
         "E[rho] of {{ $labels.pair }} in run {{ $labels.run }} is more than 1 % off 1, with z above 10.",
+    ),
+    _alert(
+        "mismatch",
+        "IsoexecOneProcessOff",
+        "warning",
+        f"({_above(0, exact=True, worst=_BY_PROCESS.format('max'))})"
+        f" and {_BY_PROCESS.format('max')} > 4 * {_BY_PROCESS.format('min')}",
+        "One process of a side carries the mismatch while another is clean.",
+        "Of the {{ $labels.role }} processes of run {{ $labels.run }} one has more than 4 times the mismatch of the best.",
+        "5m",
+    ),
+    _alert(
+        "mismatch",
+        "IsoexecTokensClipped",
+        "warning",
+        f"{_CLIPPED} > 0.2",
+        "Many importance ratios lie outside [0.8, 1.2]: a loss that clips or masks them hides the mismatch.",
+        "More than a fifth of the tokens of {{ $labels.pair }} in run {{ $labels.run }} would be clipped.",
+        "5m",
     ),
     _alert(
         "mismatch",

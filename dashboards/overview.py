@@ -171,9 +171,9 @@ _MISMATCH = Row(
         ),
         _panel(
             "timeseries",
-            "p99 and largest abs d",
-            "Exact values of the last window. Averages hide few bad sequences; these two do not.",
-            _ask("p99_abs_d", "p99 {{pair}}"),
+            "Quantiles and largest abs d",
+            "Of the last window. Averages hide few bad sequences; these do not.",
+            _ask("quantiles", "{{quantile}} {{pair}}"),
             _ask("max_abs_d", "max {{pair}}"),
             unit=NATS,
             log_scale=True,
@@ -188,7 +188,7 @@ _MISMATCH = Row(
         _panel(
             "timeseries",
             "KL(rollout, trainer)",
-            "k1 and k3 estimates of the last window.",
+            "k1, k2 and k3 estimates of the last window. k2 and k3 are never below 0.",
             _ask("kl", "{{estimator}} {{pair}}"),
             unit=NATS,
         ),
@@ -204,8 +204,10 @@ _MISMATCH = Row(
         _panel(
             "timeseries",
             "E[rho] test",
-            "Standard errors by which E[rho] is off 1. Above 5 look at it, above 10 with an effect act on it.",
+            "Standard errors by which E[rho] is off 1. Above 5 look at it, above 10 with an effect act on it. "
+            "Heavy tails can fool the plain test, not the capped one.",
             _ask("rho_z", "{{run}} {{pair}}"),
+            _ask("rho_z_capped", "capped {{run}} {{pair}}"),
             unit="short",
             minimum=0,
         ),
@@ -234,6 +236,61 @@ _MISMATCH = Row(
             _ask("id_mismatch", "other id {{run}}"),
             unit="ops",
             minimum=0,
+        ),
+        _panel(
+            "timeseries",
+            "Effective sample and clipped share",
+            "Effective sample size over tokens, 1 for equal policies, and share of rho outside [0.8, 1.2]. Clipping "
+            "hides a fault from the loss, not from here.",
+            _ask("effective_share", "effective {{run}} {{pair}}"),
+            _ask("clipped_share", "clipped {{run}} {{pair}}"),
+            unit="percentunit",
+            minimum=0,
+            maximum=1,
+        ),
+    ),
+)
+
+_PLACES = Row(
+    title="Where the mismatch lies",
+    panels=(
+        _panel(
+            "timeseries",
+            "By process",
+            "Mean abs d by the process that sampled or scored; `isoexec status` and the page of a run name it. One alone "
+            "off: a missed sync, a recovered engine, or its hardware.",
+            _ask("by_process", "{{role}} {{process}} {{pair}}"),
+            unit=NATS,
+            log_scale=True,
+            width=12,
+        ),
+        _panel(
+            "timeseries",
+            "By prefix hit, pack and padding",
+            "Mean abs d of sequences by how they were computed, where senders say so. Only hits off: stale KV. Only later "
+            "places of a pack off: its boundaries.",
+            _ask("by_group", "{{group}} {{pair}}"),
+            unit=NATS,
+            log_scale=True,
+            width=12,
+        ),
+        _panel(
+            "timeseries",
+            "By position",
+            "Mean abs d by position in the response. Smooth growth: attention state. A step: a window, a chunk, a turn.",
+            _ask("by_position", "{{position}} {{pair}}"),
+            unit=NATS,
+            log_scale=True,
+            width=12,
+        ),
+        _panel(
+            "timeseries",
+            "By distance to the end",
+            "Mean abs d by distance to the last token. Only the last one off: label roll or EOS.",
+            _ask("by_from_end", "{{from_end}} {{pair}}"),
+            unit=NATS,
+            log_scale=True,
+            width=12,
         ),
     ),
 )
@@ -410,7 +467,7 @@ _WATCH = Row(
     ),
 )
 
-ROWS = (_VERDICT, _CONTRACT, _MISMATCH, _TIME, _WATCH)
+ROWS = (_VERDICT, _CONTRACT, _MISMATCH, _PLACES, _TIME, _WATCH)
 
 
 def overview() -> dict[str, Any]:

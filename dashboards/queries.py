@@ -59,6 +59,12 @@ def _share(part: str, whole: str, by: str) -> str:
     return f"sum by ({by}) ({_rate(part)}) / (sum by ({by}) ({_rate(whole)}) > 0)"
 
 
+def _share_of_finite(part: str) -> str:
+    """Over the tokens with two finite logprobs, which is what exp(d) exists for."""
+    whole = f"sum by (run, pair) ({_rate('tokens_total')} - {_rate('tokens_nonfinite_total')})"
+    return f"sum by (run, pair) ({_rate(part)}) / ({whole} > 0)"
+
+
 QUERIES: dict[str, str] = {
     # verdict
     # state sets drawn as one number: 0 unknown, then the states from good to bad
@@ -79,12 +85,19 @@ QUERIES: dict[str, str] = {
     "run_info": f"max by (run, regime, mode, policy) ({_run('run_info')})",
     # mismatch
     "mean_abs_d": f"max by (run, pair) ({_run('logprob_abs_diff_mean_nats')})",
-    "p99_abs_d": f"max by (run, pair) ({_run('logprob_abs_diff_p99_nats')})",
+    "quantiles": f"max by (run, pair, quantile) ({_run('logprob_abs_diff_quantile_nats')})",
     "max_abs_d": f"max by (run, pair) ({_run('logprob_abs_diff_max_nats')})",
     "mean_d": f"max by (run, pair) ({_run('logprob_diff_mean_nats')})",
     "kl": f"max by (run, pair, estimator) ({_run('kl_nats', TRAINER_PAIR)})",
     "rho_mean": f"max by (run, pair) ({_run('rho_mean', TRAINER_PAIR)})",
     "rho_z": f"max by (run, pair) (abs({_run('rho_z', TRAINER_PAIR)}))",
+    "rho_z_capped": f"max by (run, pair) (abs({_run('rho_z_capped', TRAINER_PAIR)}))",
+    "effective_share": _share_of_finite("tokens_effective_total"),
+    "clipped_share": _share_of_finite("tokens_clipped_total"),
+    "by_process": f"max by (run, pair, role, process) ({_run('logprob_abs_diff_process_nats', TRAINER_PAIR)})",
+    "by_position": f"max by (run, pair, position) ({_run('logprob_abs_diff_position_nats', TRAINER_PAIR)})",
+    "by_from_end": f"max by (run, pair, from_end) ({_run('logprob_abs_diff_from_end_nats', TRAINER_PAIR)})",
+    "by_group": f"max by (run, pair, group) ({_run('logprob_abs_diff_group_nats', TRAINER_PAIR)})",
     "histogram": f"sum by (le) (increase({_run('logprob_abs_diff_nats_bucket', TRAINER_PAIR)}[$__rate_interval]))",
     "witness": f"max by (run) ({_run('logprob_abs_diff_mean_nats', ENGINE_PAIR)})",
     "nonfinite": f"sum by (run) ({_rate('tokens_nonfinite_total')})",

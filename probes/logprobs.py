@@ -14,18 +14,25 @@ from isoexec.contracts import wire
 from isoexec.probes.client import Client
 from isoexec.probes.pairing import DIGEST_BYTES, checked_ids, sampled
 
-__all__ = ["LogprobTap", "ScoredSequence", "from_padded"]
+__all__ = ["LogprobTap", "ScoredSequence", "from_packed", "from_padded"]
 
 _TOKENS_A_MESSAGE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredSequence:
-    """One sequence: prompt and response token ids, and one float32 logprob (nats) per response token."""
+    """One sequence: prompt and response token ids, and one float32 logprob (nats) per response token.
+
+    What is known of how it was computed, each None where it is not: prefix_hit, prompt tokens that came from the engine's
+    prefix cache; pack_index, its place in the trainer's pack, 0 first; padding, tokens of padding put before it.
+    """
 
     prompt: Sequence[int]
     response: Sequence[int]
     logprobs: np.ndarray[Any, np.dtype[np.float32]]
+    prefix_hit: int | None = None
+    pack_index: int | None = None
+    padding: int | None = None
 
     def __post_init__(self) -> None:
         if self.logprobs.dtype != np.float32 or self.logprobs.shape != (len(self.response),):
@@ -105,6 +112,7 @@ class LogprobTap:
             starts=np.array([len(s.prompt) for s in chosen], "<i4"),
             logprobs=np.concatenate([s.logprobs for s in chosen]).astype("<f4", copy=False),
             tokens=np.concatenate(tokens),
+            **{name: _known([getattr(s, name) for s in chosen]) for name in wire.ATTRIBUTES},
         )
         return int(lengths.sum())
 
@@ -114,22 +122,73 @@ def _array(ids: Sequence[int] | np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[An
     return ids if isinstance(ids, np.ndarray) and ids.dtype.kind == "i" else np.asarray(ids, np.int64)
 
 
+def _known(values: Sequence[int | None]) -> np.ndarray[Any, np.dtype[np.int32]] | None:
+    """What is known of sequences, -1 where it is not; None where it is of none of them."""
+    if all(value is None for value in values):
+        return None
+    return np.array([-1 if value is None else value for value in values], "<i4")
+
+
 def from_padded(
     tokens: np.ndarray[Any, np.dtype[Any]],
     logprobs: np.ndarray[Any, np.dtype[np.float32]],
     prompt_lengths: Sequence[int],
     lengths: Sequence[int],
+    *,
+    padding: Sequence[int] | None = None,
+    pack_index: Sequence[int] | None = None,
 ) -> list[ScoredSequence]:
     """Cut a trainer's right-padded rows into sequences.
 
     ``tokens`` [n, L] and ``logprobs`` float32 [n, L], where column j holds the logprob of ``tokens[:, j]`` given what is before
-    it; ``lengths`` counts prompt and response.
+    it; ``lengths`` counts prompt and response. ``padding`` and ``pack_index``, one a row, tell how the trainer computed the
+    row where that was another way: padded on the left by so many tokens, or as that sequence of a pack.
     """
+    unknown = [None] * len(lengths)
+    sequences = zip(
+        prompt_lengths,
+        lengths,
+        unknown if padding is None else padding,
+        unknown if pack_index is None else pack_index,
+        strict=True,
+    )
     return [
         ScoredSequence(
-            prompt=tokens[i, :p].tolist(),
-            response=tokens[i, p:n].tolist(),
-            logprobs=np.ascontiguousarray(logprobs[i, p:n]),
+            prompt=tokens[i, :first].tolist(),
+            response=tokens[i, first:end].tolist(),
+            logprobs=np.ascontiguousarray(logprobs[i, first:end]),
+            padding=padded,
+            pack_index=place,
         )
-        for i, (p, n) in enumerate(zip(prompt_lengths, lengths, strict=True))
+        for i, (first, end, padded, place) in enumerate(sequences)
+    ]
+
+
+def from_packed(
+    tokens: np.ndarray[Any, np.dtype[Any]],
+    logprobs: np.ndarray[Any, np.dtype[np.float32]],
+    prompt_lengths: Sequence[int],
+    cu_seqlens: Sequence[int],
+) -> list[ScoredSequence]:
+    """Cut one pack of a trainer into its sequences, each with its place in the pack.
+
+    ``tokens`` [T] and ``logprobs`` float32 [T], where element j holds the logprob of ``tokens[j]`` given what is before it in
+    its sequence; ``cu_seqlens`` [n + 1] are the edges of the sequences, from 0 up.  Raises ValueError for edges that do not fit.
+    """
+    edges = [int(edge) for edge in cu_seqlens]
+    if edges[:1] != [0] or edges != sorted(edges) or edges[-1] > len(tokens):
+        raise ValueError(f"cu_seqlens: wanted edges from 0 up to {len(tokens)} at most, found {edges[:8]}")
+    if len(prompt_lengths) != len(edges) - 1:
+        raise ValueError(
+            f"prompt_lengths: wanted {len(edges) - 1}, one a sequence, found {len(prompt_lengths)}"
+        )
+    sequences = zip(edges[:-1], edges[1:], prompt_lengths, strict=True)
+    return [
+        ScoredSequence(
+            prompt=tokens[start : start + prompt].tolist(),
+            response=tokens[start + prompt : end].tolist(),
+            logprobs=np.ascontiguousarray(logprobs[start + prompt : end]),
+            pack_index=place,
+        )
+        for place, (start, end, prompt) in enumerate(sequences)
     ]

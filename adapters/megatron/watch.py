@@ -25,7 +25,7 @@ from isoexec.probes.attest import send_attestation
 from isoexec.probes.client import Client
 from isoexec.probes.contract import SAME, contract_now
 from isoexec.probes.guard import Guard
-from isoexec.probes.logprobs import LogprobTap, from_padded
+from isoexec.probes.logprobs import LogprobTap, ScoredSequence, from_packed, from_padded
 from isoexec.probes.timing import VerifyPeriod
 from isoexec.probes.weights import is_zero
 
@@ -68,18 +68,62 @@ class Watch:
         step: int,
         weight_version: int,
         temperature: float = 1.0,
+        padding: Sequence[int] | None = None,
+        pack_index: Sequence[int] | None = None,
     ) -> int:
         """Send token logprobs of right-padded rows: ``tokens`` int [n, L], ``logprobs`` fp32 [n, L] aligned with them.
 
-        ``temperature`` is what the logits were divided by.  Returns how many tokens were sent; 0 on the ranks that leave it
-        to another.
+        ``temperature`` is what the logits were divided by.  ``padding`` and ``pack_index``, one a row, say how the row was
+        computed where it was left-padded or in a pack (see `from_padded`); a mismatch is broken down by them.  Returns how many
+        tokens were sent; 0 on the ranks that leave it to another.
         """
-        groups = self._model.pg_collection
-        if groups.tp.rank() != 0 or groups.pp.rank() != groups.pp.size() - 1 or groups.dp.rank() != 0:
+        if not self._sends():
             return 0
         rows = from_padded(
-            tokens.detach().cpu().numpy(), logprobs.detach().float().cpu().numpy(), prompt_lengths, lengths
+            tokens.detach().cpu().numpy(),
+            logprobs.detach().float().cpu().numpy(),
+            prompt_lengths,
+            lengths,
+            padding=padding,
+            pack_index=pack_index,
         )
+        return self._send(case, rows, step, weight_version, temperature)
+
+    def record_packed(
+        self,
+        case: str,
+        tokens: Tensor,
+        logprobs: Tensor,
+        prompt_lengths: Sequence[int],
+        cu_seqlens: Sequence[int] | Tensor,
+        *,
+        step: int,
+        weight_version: int,
+        temperature: float = 1.0,
+    ) -> int:
+        """Send token logprobs of one pack: ``tokens`` int [T], ``logprobs`` fp32 [T] aligned with them.
+
+        ``cu_seqlens`` [n + 1] are the edges of its sequences, as in Megatron's ``PackedSeqParams.cu_seqlens_q``; each goes with
+        its place in the pack.  Otherwise as `record`.
+        """
+        if not self._sends():
+            return 0
+        rows = from_packed(
+            tokens.detach().cpu().numpy(),
+            logprobs.detach().float().cpu().numpy(),
+            prompt_lengths,
+            cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens,
+        )
+        return self._send(case, rows, step, weight_version, temperature)
+
+    def _sends(self) -> bool:
+        groups = self._model.pg_collection
+        last = groups.pp.rank() == groups.pp.size() - 1
+        return bool(last and groups.tp.rank() == 0 and groups.dp.rank() == 0)
+
+    def _send(
+        self, case: str, rows: list[ScoredSequence], step: int, weight_version: int, temperature: float
+    ) -> int:
         return self._tap.record(
             case,
             rows,

@@ -238,6 +238,8 @@ class Rollout:
             prompt=[int(t) for t in output.prompt_token_ids],
             response=tokens,
             logprobs=exact_float32(values, "sampled logprobs"),
+            # of several completions vLLM tells the count of one
+            prefix_hit=output.num_cached_tokens if len(output.outputs) == 1 else None,
         )
 
     def _send(

@@ -23,7 +23,7 @@ class RawPairs:
     first and second: float32 [n], rollout and trainer (or the two cases of any pair). lengths: int64 [s], tokens
     of each, at least 1. What is None was not observed: starts [s], position of the first token, prompt included;
     digests [s], an integer that is equal for equal sequences; engine [s], an index from 0 (into engine_names,
-    where those are given); pack_index [s], place in the trainer's pack, 0 first; padded [s], left-padded by the
+    where those are given); pack_index [s], place in the trainer's pack, 0 first, -1 not known; padded [s], left-padded by the
     trainer; prefix_hit [s]; drafted [n], token proposed by a draft. Raises ValueError naming the field whose
     shape is wrong.
     """

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 
 from isoexec.contracts.window import Diagnosis, PairStats
@@ -37,7 +38,22 @@ def raw_pairs(batches: Sequence[Batch]) -> RawPairs:
         digests=digests.astype(np.int64),
         engine=np.asarray([index[source] for source in sources], np.int64),
         engine_names=tuple(names),
+        pack_index=_known(batches, "pack_index"),
+        padded=_positive(_known(batches, "padding")),
+        prefix_hit=_positive(_known(batches, "prefix_hit")),
     )
+
+
+def _known(batches: Sequence[Batch], name: str) -> npt.NDArray[np.int64] | None:
+    """Give an attribute of each sequence, -1 where it is not known; None where it is of none."""
+    if not any(name in batch.attributes for batch in batches):
+        return None
+    columns = [batch.attributes.get(name, np.full(batch.lengths.size, -1)) for batch in batches]
+    return np.concatenate(columns).astype(np.int64)
+
+
+def _positive(column: npt.NDArray[np.int64] | None) -> npt.NDArray[np.bool_] | None:
+    return None if column is None else column > 0
 
 
 def diagnose_step(

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isoexec.contracts.causes import CAUSES
+from isoexec.contracts.detail import PairDetail
 from isoexec.contracts.rules import DEFAULT_RULES, Rule
 from isoexec.contracts.signals import SIGNALS
 from isoexec.contracts.verdict import (
@@ -59,6 +60,7 @@ def pair(mean_abs_d: float = 0.0, **values: Any) -> PairStats:
         "k3": mean_abs_d**2,
         "rho_mean": 1.0,
         "rho_z": 0.0,
+        "detail": PairDetail(numbers={"rho_z_capped": 0.0}),
     }
     return PairStats(**(base | values))
 

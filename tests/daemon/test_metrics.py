@@ -29,9 +29,8 @@ def fill(metrics: Metrics) -> None:
     """Put something into every measure."""
     metrics.start_run("r", regime="bitwise", monitor_only=False, policy="fail_open")
     metrics.start_rules("r", ["unequal"])
-    metrics.pair(
-        "r", PairStats(pair=("engine_decode", "trainer_score"), tokens=1, histogram=(1, *[0] * 21)), 0.5
-    )
+    stats = PairStats(pair=("engine_decode", "trainer_score"), tokens=1, histogram=(1, *[0] * 21))
+    metrics.pair("r", stats, 0.5, str)
     for measure in MEASURES.values():
         if measure.kind == "gauge":
             labels = {name: value(measure, name) for name in measure.labels}

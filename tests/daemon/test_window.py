@@ -63,7 +63,7 @@ def test_a_complete_step_is_due_once_it_is_quiet() -> None:
     state = taken(steps, 50.2)
     assert state is not None
     assert state.reported
-    assert [stats.tokens for stats, _ in state.stats()] == [1]
+    assert [stats.tokens for stats in state.stats()] == [1]
     assert taken(steps, 500.0) is None
 
 
@@ -102,7 +102,7 @@ def test_tokens_that_wait_are_waited_for_and_then_counted() -> None:
     state = taken(steps, 2.0)
     assert state is not None
     assert state.unpaired == {"engine": 1, "trainer": 1}
-    ((stats, _),) = state.stats()
+    (stats,) = state.stats()
     assert stats.unpaired == {"engine": 1, "trainer": 1}
 
 
@@ -136,7 +136,7 @@ def test_a_trainer_case_seen_before_is_waited_for() -> None:
     steps.logprobs(logprobs("trainer_fwd", 2, "2"), 2.6)
     state = taken(steps, 2.9)
     assert state is not None
-    assert {stats.pair: stats.tokens for stats, _ in state.stats()} == {
+    assert {stats.pair: stats.tokens for stats in state.stats()} == {
         ("engine_decode", "trainer_fwd"): 1,
         ("engine_decode", "trainer_score"): 1,
     }
@@ -204,8 +204,8 @@ def test_a_rescore_that_is_sampled_leaves_nobody_unpaired() -> None:
     steps.step(done(1), 0.0)
     state = taken(steps, 1.0)
     assert state is not None
-    assert not any(stats.unpaired for stats, _ in state.stats())
-    assert {stats.pair: stats.tokens for stats, _ in state.stats()} == {
+    assert not any(stats.unpaired for stats in state.stats())
+    assert {stats.pair: stats.tokens for stats in state.stats()} == {
         ("engine_decode", "engine_prefill"): 1,
         ("engine_decode", "trainer_score"): 2,
         ("engine_prefill", "trainer_score"): 1,

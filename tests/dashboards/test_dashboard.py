@@ -61,7 +61,7 @@ def test_the_dashboard_has_the_parts_that_users_expect() -> None:
     dashboard = overview()
     assert dashboard["uid"] == "isoexec-overview"
     assert [v["name"] for v in dashboard["templating"]["list"]] == ["datasource", "run"]
-    assert len([p for p in dashboard["panels"] if p["type"] == "row"]) == 5
+    assert len([p for p in dashboard["panels"] if p["type"] == "row"]) == 6
     assert {p["type"] for p in dashboard["panels"]} == {
         *("row", "stat", "timeseries", "state-timeline", "table", "heatmap")
     }

@@ -18,6 +18,7 @@ from wsgiref.simple_server import WSGIServer
 
 import pytest
 
+from isoexec.contracts.detail import NUMBERS, Bucket, PairDetail
 from isoexec.contracts.measures import CLAIMS, LABEL_VALUES, MEASURES, PREFIX, Measure
 from isoexec.contracts.rules import DEFAULT_RULES
 from isoexec.contracts.window import HISTOGRAM_EDGES, PairStats
@@ -53,6 +54,23 @@ PAIR = PairStats(
     rho_mean=1.2,
     rho_z=30.0,
     histogram=tuple(range(len(HISTOGRAM_EDGES) + 1)),
+    detail=PairDetail(
+        numbers=dict.fromkeys(NUMBERS, 0.5),
+        buckets=tuple(
+            Bucket(
+                by=by,
+                label=label,
+                tokens=50,
+                finite=50,
+                unequal=5,
+                mean_d=0,
+                mean_abs_d=0.3,
+                std_d=1,
+                rho_mean=1,
+            )
+            for by, label in (("position", "0"), ("from_end", "128+"), ("engine", "e"), ("prefix_hit", "hit"))
+        ),
+    ),
 )
 WITNESS = PairStats(pair=("engine_decode", "engine_prefill"), tokens=10, bitwise_equal=9, mean_abs_d=0.1)
 
@@ -70,7 +88,7 @@ def exporter() -> Metrics:
 
     def move() -> None:
         for stats in (PAIR, WITNESS):
-            metrics.pair(RUN, stats, 30.0)
+            metrics.pair(RUN, stats, 30.0, {"e": "0"}.__getitem__)
         for measure in MEASURES.values():
             if measure.kind in ("counter", "gauge"):
                 _touch(metrics, measure)
