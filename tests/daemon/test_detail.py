@@ -35,6 +35,7 @@ PAIR = ("engine_decode", "trainer_score")
 
 def logprobs(case: str, values: Any, **known: Any) -> Logprobs:
     count, length = values.shape
+    columns: dict[str, Any] = {name: np.asarray(column, np.int32) for name, column in known.items()}
     return Logprobs(
         run="r",
         role=case.partition("_")[0],
@@ -47,7 +48,7 @@ def logprobs(case: str, values: Any, **known: Any) -> Logprobs:
         starts=np.zeros(count, np.int32),
         logprobs=values.astype(np.float32).reshape(-1),
         tokens=np.zeros(count * length, np.int32),
-        **{name: np.asarray(column, np.int32) for name, column in known.items()},
+        **columns,
     )
 
 
@@ -75,7 +76,7 @@ def test_what_a_sender_knows_of_its_sequences_breaks_the_mismatch_down_and_names
     attribute: str, side: str, cause: str, labels: tuple[str, str]
 ) -> None:
     rollout, trained = both_sides()
-    known = {"engine": {}, "trainer": {}} | {side: {attribute: HALVES}}
+    known: dict[str, dict[str, Any]] = {"engine": {}, "trainer": {}} | {side: {attribute: HALVES}}
     steps = StepBuilder(Config(state_dir=Path()), pending_tokens=10_000)
     steps.logprobs(logprobs("engine_decode", rollout, **known["engine"]), 0.0)
     steps.logprobs(logprobs("trainer_score", trained, **known["trainer"]), 0.0)
