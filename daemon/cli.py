@@ -225,12 +225,12 @@ def _tell(state: StateDirectory, rows: list[dict[str, Any]], *, alive: bool) -> 
 def _tell_modes(row: dict[str, Any]) -> None:
     """Tell what each rule may do now, and who switched the run's mode when."""
     mode = row.get("mode") or {}
-    if mode.get("time"):
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(mode["time"]))
+    if mode.get("time") or mode.get("mode", "enforce") != "enforce":
+        # a bare file says neither who nor when
+        local = time.localtime(mode["time"])
+        since = time.strftime("%Y-%m-%d %H:%M:%S", local) if mode["time"] else "unknown"
         why = f": {mode['reason']}" if mode["reason"] else ""
-        print(f"  mode {mode['mode']} since {since}, by {mode['by'] or 'nobody who said so'}{why}")
-    elif mode.get("mode", "enforce") != "enforce":
-        print(f"  mode {mode['mode']}, by nobody who said so")
+        print(f"  mode {mode['mode']} since {since}, by {mode['by'] or 'unknown'}{why}")
     names: dict[str, list[str]] = {}
     for rule in row.get("rules", ()):
         names.setdefault(rule["mode"], []).append(rule["rule"])

@@ -145,7 +145,7 @@ def _rules(rules: Sequence[dict[str, Any]], mode: dict[str, Any], verdicts: Sequ
     since = f", {_since(mode['time'])}" if mode["time"] else ""
     why = f": {html.escape(mode['reason'])}" if mode["reason"] else ""
     rows = "".join(
-        f"<tr><td>{html.escape(rule['rule'])}<td>{_outcome(rule['mode'])}<td>{html.escape(rule['action'])}"
+        f"<tr><td>{html.escape(rule['rule'])}<td>{html.escape(rule['mode'])}<td>{html.escape(rule['action'])}"
         f"<td>{html.escape(rule['lowered_by'])}"
         f"<td>{_outcome(str(said[rule['rule']]['outcome'])) if rule['rule'] in said else '-'}"
         f"<td class=n>{_number(said.get(rule['rule'], {}).get('value'))}"

@@ -160,6 +160,7 @@ def prefix_hits(llm: Any, rollout: Any, asked: list[list[int]]) -> dict[str, Any
         one, cached = sample(llm, rollout, [prompt], seeded=False, temperature=0.0)
         warm += one
         hits.append(cached)
+    assert [s.prefix_hit for s in (*cold, *warm)] == [*missed, *hits]  # what is sent with each sequence
     return {
         "cold_tokens": tokens(cold),
         "cold": bits(cold),
