@@ -50,7 +50,7 @@ LABEL_VALUES: dict[str, tuple[str, ...]] = {
     "pair": PAIR_LABELS,
     "role": ROLES,
     "estimator": ("k1", "k2", "k3"),
-    "quantile": ("0.5", "0.9", "0.99", "0.999"),
+    "percentile": ("50", "90", "99", "99.9"),
     # of a sequence: where its tokens lie, and how it was computed
     "position": ("0", "1-15", "16-127", "128-1023", "1024-4095", "4096-16383", "16384+"),
     "from_end": ("0", "1-15", "16-127", "128+"),
@@ -133,11 +133,11 @@ _ALL = (
     ),
     _gauge("logprob_abs_diff_mean_nats", "Mean abs d of the last window", "run", "pair", unit="nats"),
     _gauge(
-        "logprob_abs_diff_quantile_nats",
-        "Quantile of abs d of the last window",
+        "logprob_abs_diff_percentile_nats",
+        "Percentile of abs d of the last window",
         "run",
         "pair",
-        "quantile",
+        "percentile",
         unit="nats",
     ),
     _gauge("logprob_abs_diff_max_nats", "Largest abs d of the last window", "run", "pair", unit="nats"),

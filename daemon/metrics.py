@@ -190,9 +190,9 @@ class Metrics(Collector):
     ) -> None:
         self.set("kl_nats", detail.number("k2"), **labels, estimator="k2")
         self.set("rho_z_capped", detail.number("rho_z_capped"), **labels)
-        for quantile in LABEL_VALUES["quantile"]:
-            value = detail.number(f"p{quantile[2:].ljust(2, '0')}_abs_d")
-            self.set("logprob_abs_diff_quantile_nats", value, **labels, quantile=quantile)
+        for percentile in LABEL_VALUES["percentile"]:
+            value = detail.number(f"p{percentile.replace('.', '')}_abs_d")
+            self.set("logprob_abs_diff_percentile_nats", value, **labels, percentile=percentile)
         if stats.finite:
             self.add("tokens_effective", detail.number("ess_share") * stats.finite, **labels)
             self.add("tokens_clipped", round(detail.number("clip_share") * stats.finite), **labels)

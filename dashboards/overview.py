@@ -171,9 +171,9 @@ _MISMATCH = Row(
         ),
         _panel(
             "timeseries",
-            "Quantiles and largest abs d",
+            "Percentiles and largest abs d",
             "Of the last window. Averages hide few bad sequences; these do not.",
-            _ask("quantiles", "{{quantile}} {{pair}}"),
+            _ask("percentiles", "p{{percentile}} {{pair}}"),
             _ask("max_abs_d", "max {{pair}}"),
             unit=NATS,
             log_scale=True,

@@ -85,7 +85,7 @@ QUERIES: dict[str, str] = {
     "run_info": f"max by (run, regime, mode, policy) ({_run('run_info')})",
     # mismatch
     "mean_abs_d": f"max by (run, pair) ({_run('logprob_abs_diff_mean_nats')})",
-    "quantiles": f"max by (run, pair, quantile) ({_run('logprob_abs_diff_quantile_nats')})",
+    "percentiles": f"max by (run, pair, percentile) ({_run('logprob_abs_diff_percentile_nats')})",
     "max_abs_d": f"max by (run, pair) ({_run('logprob_abs_diff_max_nats')})",
     "mean_d": f"max by (run, pair) ({_run('logprob_diff_mean_nats')})",
     "kl": f"max by (run, pair, estimator) ({_run('kl_nats', TRAINER_PAIR)})",

@@ -285,6 +285,9 @@ def test_detail_reaches_rules_series_status_page_and_a_replay_says_the_same(
     kept = [one["window"] for one in journal.windows("r")]
     journal.close()
     assert [Window.from_dict(one).to_dict() for one in kept] == kept
+    numbers = kept[0]["pairs"][0]["detail"]["numbers"]
+    percentile = daemon.metric("isoexec_logprob_abs_diff_percentile_nats", pair=pair, percentile="99.9")
+    assert percentile == numbers["p999_abs_d"]
     check([str(daemon.state_dir), "--json"])
     again = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     now = [{k: v for k, v in said[one["rule"]].items() if k != "time"} for one in again]
