@@ -57,6 +57,7 @@ def one_of_each() -> list[wire.Message]:
             regions={"norm": {"ok": True, "canary": None}},
         ),
         logprobs(),
+        logprobs(prefix_hit=np.asarray([0, 16, -1], np.int32)),
         wire.Weights(
             **who,
             weight_version=1,
@@ -221,6 +222,9 @@ def test_messages_before_a_malformed_frame_are_delivered() -> None:
         {"digests": np.zeros((3, 8), np.uint8)},
         {"starts": np.zeros(2, np.int32)},
         {"lengths": np.asarray([-1, 4, 2], np.int32)},
+        {"prefix_hit": np.asarray([0, 1], np.int32)},
+        {"pack_index": np.asarray([0, 1, -2], np.int32)},
+        {"padding": np.zeros(3, np.int64)},
         {"case": "somewhere"},
         {"step": True},
     ],

@@ -14,7 +14,7 @@ from isoexec.contracts import wire
 from isoexec.contracts.errors import HandshakeError, WireError
 from isoexec.probes import client as client_module
 from isoexec.probes.client import Client, ProbeSettings
-from isoexec.probes.logprobs import LogprobTap, ScoredSequence, from_padded
+from isoexec.probes.logprobs import LogprobTap, ScoredSequence, from_packed, from_padded
 from isoexec.probes.pairing import sequence_digest
 from isoexec.probes.timing import StepTimer
 
@@ -150,6 +150,28 @@ def test_both_sides_of_a_job_send_the_same_sample(tmp_path: Path, listener: Any)
     first, second = listener.wait(wire.Logprobs, 2)
     assert 0 < len(first.digests) < 40
     assert np.array_equal(first.digests, second.digests)
+
+
+def test_what_is_known_of_a_sequence_goes_with_it_and_the_rest_is_left_out(
+    tmp_path: Path, listener: Any
+) -> None:
+    client = Client(settings(tmp_path), "trainer")
+    client.connect()
+    values = np.arange(7, dtype=np.float32)
+    packed = from_packed(np.arange(7), values, [1, 2], [0, 3, 7])
+    assert [(s.prompt, s.response, s.logprobs.tolist()) for s in packed] == [
+        ([0], [1, 2], [1.0, 2.0]),
+        ([3, 4], [5, 6], [5.0, 6.0]),
+    ]
+    bare = ScoredSequence(prompt=[1], response=[2], logprobs=np.zeros(1, np.float32))
+    LogprobTap(client).record("trainer_score", [*packed, bare], step=0, weight_version=0)
+    (message,) = listener.wait(wire.Logprobs)
+    assert message.pack_index.tolist() == [0, 1, -1]
+    assert message.prefix_hit is None
+    assert message.padding is None
+    for edges, prompts in (([1, 3, 7], [1, 2]), ([0, 3, 8], [1, 2]), ([0, 5, 3], [1, 2]), ([0, 3, 7], [1])):
+        with pytest.raises(ValueError, match="wanted"):
+            from_packed(np.arange(7), values, prompts, edges)
 
 
 def test_logprobs_of_another_dtype_or_length_are_refused() -> None:
