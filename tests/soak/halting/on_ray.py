@@ -79,6 +79,8 @@ class Cluster:
     def _up(self) -> bool:
         if self.head.poll() is not None:
             raise StageError((Path(self._folder.name) / "log").read_text()[-1500:])
+        if "Ray runtime started" not in (Path(self._folder.name) / "log").read_text():
+            return False  # the job API answers before there is a node
         with contextlib.suppress(OSError):
             self.ask("/api/jobs/")
             return True
@@ -110,34 +112,36 @@ def run_case(name: str, folder: Path) -> Row:
     runtime = {"kind": "ray", "job": job, "address": ray.address, "token": str(ray.token)}
     if name == NO_TOKEN:
         del runtime["token"]
-    submitted = name not in (ACTORS_GUARD, ACTORS_KILL)
+    actors = name in (ACTORS_GUARD, ACTORS_KILL)
     stage = Stage(
         folder,
         cooperative_seconds=3 if deaf else 60,
         terminate_seconds=3,
-        runtimes=[runtime] if submitted else [],
+        runtimes=[] if actors else [runtime],
     )
     flags = ("deaf", "immune") if deaf else ()
     try:
         stage.start_daemon()
         stage.start_engine()
-        if submitted:
-            argv = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-            entrypoint = shlex.join([*argv, *arguments(folder, "fail_open", *flags)])
-            ray.ask("/api/jobs/", {"entrypoint": entrypoint, "submission_id": job})
+        if actors:
+            argv = [
+                PYTHON,
+                str(Path(__file__).with_name("ray_driver.py")),
+                str(free_port()),
+                str(folder),
+                *flags,
+            ]
         else:
-            driver = str(Path(__file__).with_name("ray_driver.py"))
-            place = [f"127.0.0.1:{ray.port}", str(free_port()), str(folder)]
-            stage.start_job(PYTHON, driver, *place, *flags, env=ray.env)
+            argv = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+            argv += arguments(folder, "fail_open", *flags)
+        ray.ask("/api/jobs/", {"entrypoint": shlex.join(argv), "submission_id": job})
         stage.running()
         pids = stage.pids()
         at = stage.verdict()
         stopped = stage.stopped(pids, 90)
-        if submitted:
-            over = until(lambda: _ended(ray, job), "the end of the Ray job", 60, 0.2)
-            stage.notes.append(f"Ray says {over}")
-        else:
-            stage.jobs[0].wait(120)
+        over = until(lambda: _ended(ray, job), "the end of the Ray job", 120, 0.2)
+        stage.notes.append(f"Ray says {over}")
+        if actors:
             stage.notes.append(f"the driver saw {(folder / 'driver').read_text()}")
         until(stage.timed, "the stages in the journal", 60, 0.1)
         row = stage.row(name, CASES[name], at, stopped, ends=True, fence=not deaf)

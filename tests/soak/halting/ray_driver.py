@@ -26,9 +26,8 @@ class Trainer:
 
 
 def main() -> None:
-    address, port, folder, *flags = sys.argv[1:]
-    # else it looks for a node at the address of another interface, and finds none
-    ray.init(address=address, _node_ip_address="127.0.0.1", log_to_driver=False)
+    port, folder, *flags = sys.argv[1:]
+    ray.init(log_to_driver=False)
     kind: Any = Trainer
     actors = [kind.remote() for _ in range(2)]
     work = [
