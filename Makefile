@@ -1,4 +1,4 @@
-# Everything a person or CI runs.  The targets make what they need: environments in .venv and .venv-light, Prometheus in .tools.
+# Everything a person or CI runs.  The targets make what they need: environments in .venv and .venv-light, servers in .tools.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Set TORCH_INDEX to PyTorch's CPU wheel index where pip would otherwise fetch a CUDA build of torch.
 TORCH_INDEX ?=
@@ -8,28 +8,28 @@ export PYTHONSAFEPATH := 1
 export OMP_NUM_THREADS := 1
 # where records lie that this machine makes of itself, on a build that the shipped ones are not of
 export ISOEXEC_EVIDENCE ?= $(CURDIR)/.cache/evidence
-export PATH := $(CURDIR)/.tools/usr/bin:$(PATH)
+export PATH := $(CURDIR)/.tools/usr/bin:$(CURDIR)/.tools/usr/sbin:$(PATH)
 
 LIGHT_ROOMS := tests/contracts tests/daemon tests/dashboards
 # two processes, each with whole files: engines and gates compute on one thread
 PYTEST := -m pytest -q -n 2 --dist loadfile
 ENGINE_ROOMS := tests/kernels tests/probes tests/adapters tests/examples
 
-.PHONY: demo test test-light test-engines lint format generate pin proven prometheus clean
+.PHONY: demo test test-light test-engines lint format generate pin proven prometheus tools clean
 .DEFAULT_GOAL := test
 
 demo: .venv/.ready proven
-	-@.ci/prometheus
+	-@.ci/tools prometheus
 	.venv/bin/isoexec demo $(DEMO_ARGS)
 
 test: test-light test-engines
 
 # contracts, daemon and dashboards, where torch, vLLM and Megatron are not installed
-test-light: .venv-light/.ready prometheus
+test-light: .venv-light/.ready tools
 	.venv-light/bin/python $(PYTEST) $(LIGHT_ROOMS) tests/test_packaging.py tests/test_house.py
 
 # kernels, probes and adapters, on the real engines
-test-engines: .venv/.ready prometheus proven
+test-engines: .venv/.ready tools proven
 	.venv/bin/python $(PYTEST) $(ENGINE_ROOMS)
 
 lint: .venv/.ready
@@ -65,7 +65,11 @@ proven: .venv/.ready
 	@.venv/bin/isoexec gate run --quick --missing
 
 prometheus:
-	@.ci/prometheus
+	@.ci/tools prometheus
+
+# the servers that the tests run, each unless it is on PATH
+tools:
+	@.ci/tools prometheus nats-server
 
 # One environment for both engines.  Every pin is exact and --no-deps, since two of the engines' declared ranges are wider than what
 # runs: the torchvision that pip would choose does not import beside this torch, and megatron-core declares Python 3.12 but ships,

@@ -98,7 +98,7 @@ class HandshakeError(IsoExecError):
     def __init__(self, differences: Iterable[object], message: str = "") -> None:
         self.differences: tuple[object, ...] = tuple(differences)
         self.message = message
-        super().__init__(message, self.differences)
+        super().__init__(self.differences, message)
 
     def __str__(self) -> str:
         head = self.message or f"the two sides hold different contracts ({len(self.differences)} differences)"
@@ -115,7 +115,7 @@ class HaltedError(IsoExecError):
     def __init__(self, marker: object, message: str = "") -> None:
         self.marker = marker
         self.message = message
-        super().__init__(message, marker)
+        super().__init__(marker, message)  # in the order of the parameters: it travels between processes
 
     def __str__(self) -> str:
         if self.message or self.marker is not None:

@@ -237,6 +237,12 @@ _ALL = (
     _counter("messages_sent", "Messages the probes say they sent", "run", "role"),
     _counter("messages_dropped", "Messages the probes dropped or that never arrived", "run", "role"),
     _counter("received_bytes", "Bytes received", "run", "role", unit="bytes"),
+    # shards behind a stream
+    _gauge("shards_heard", "Shards of the daemon whose word is fresh; 0 without a stream or its server"),
+    _gauge("stream_frames_held", "Frames of the stream that are not accounted for yet"),
+    _counter("stream_frames_repeated", "Frames that came again and were known"),
+    _counter("stream_frames_refused", "Frames of processes that this shard knows no hello of"),
+    _counter("stream_acks_early", "Frames let go of before they were judged, because too many were open"),
     # the daemon itself
     _counter("decode_errors", "Frames that could not be read; each closed its connection"),
     _counter("collector_errors", "Scrapes in which a part of the collector failed"),

@@ -40,12 +40,20 @@ def run(argv: Sequence[str] | None = None) -> int:
         "--tcp", default=None, metavar="HOST:PORT", help="hear probes of other hosts too; needs --tcp-token"
     )
     parser.add_argument("--tcp-token", default=None, metavar="FILE", help="token of those probes, mode 0600")
+    parser.add_argument(
+        "--nats",
+        default=None,
+        metavar="URL",
+        help="nats://HOST:PORT/NAME: be a shard behind it; credentials in --config",
+    )
+    parser.add_argument("--shard", default=None, metavar="I/N", help="which of how many shards, from 0")
     parser.add_argument("--log", choices=("json", "console"), default=None)
     parser.add_argument("--config", type=Path, default=None, help="YAML file of settings; flags win")
     chosen = parser.parse_args(argv)
     try:
         host, port = _address(chosen.http, "--http")
         tcp_host, tcp_port = _address(chosen.tcp, "--tcp")
+        shard, shards = _share(chosen.shard)
         config = Config.load(
             chosen.config,
             log=chosen.log,
@@ -54,6 +62,9 @@ def run(argv: Sequence[str] | None = None) -> int:
             tcp_host=tcp_host,
             tcp_port=tcp_port,
             tcp_token=chosen.tcp_token,
+            nats=chosen.nats,
+            shard=shard,
+            shards=shards,
             **_state(chosen),
         )
         _logging(config.log)
@@ -91,6 +102,15 @@ def _address(text: str | None, flag: str) -> tuple[str | None, int | None]:
     if not host or not port.isdecimal():
         raise ConfigError(f"{flag}: wanted HOST:PORT, found {text!r}")
     return host.strip("[]"), int(port)
+
+
+def _share(text: str | None) -> tuple[int | None, int | None]:
+    if text is None:
+        return None, None
+    shard, _, shards = text.partition("/")
+    if not shard.isdecimal() or not shards.isdecimal():
+        raise ConfigError(f"--shard: wanted I/N, such as 0/4, found {text!r}")
+    return int(shard), int(shards)
 
 
 def _logging(form: str) -> None:
@@ -137,8 +157,10 @@ async def _serve(config: Config) -> int:
     service.note(address, tcp=":".join(map(str, tcp.getsockname()[:2])) if tcp else None)
     print(f"isoexec daemon: {address}, state in {config.state_dir}", flush=True)
     stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({stopping, web}, return_when=asyncio.FIRST_COMPLETED)
-    failed = web.done()
+    failing = asyncio.create_task(service.stream_failed())
+    await asyncio.wait({stopping, web, failing}, return_when=asyncio.FIRST_COMPLETED)
+    failed = web.done() or failing.done()
+    failing.cancel()
     server.stop()
     await service.close()
     await web

@@ -8,10 +8,17 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
+from isoexec.contracts.broker import Broker
 from isoexec.contracts.errors import IsoExecError
+from isoexec.contracts.shards import SHARDS_LIMIT
 from isoexec.daemon.runtimes import Runtime
 
 __all__ = ["Config", "ConfigError", "Escalation"]
+
+
+_PATHS = (
+    "state_dir", "rules", "http_token", "tcp_token", "tcp_certificate", "tcp_key", "nats_token", "nats_user", "nats_ca",
+)  # fmt: skip
 
 
 class ConfigError(IsoExecError):
@@ -54,6 +61,26 @@ class Config:
     tcp_certificate: Path | None = None
     """PEM file of a certificate chain: probes of other hosts speak TLS 1.3. Needs `tcp_key`."""
     tcp_key: Path | None = None
+    nats: str | None = None
+    """Address nats://HOST:PORT/NAME of a JetStream server: this daemon is a shard behind it."""
+    nats_token: Path | None = None
+    """File of the server's token, mode 0600."""
+    nats_user: Path | None = None
+    """File of user:password at the server, mode 0600."""
+    nats_ca: Path | None = None
+    """PEM file of the server's certificate authority; needed with nats+tls://."""
+    nats_ack_seconds: float = 30.0
+    """How long a frame may be held without a word before the server delivers it again: what a restart waits for."""
+    nats_outstanding: int = 65536
+    """Frames that may be delivered and not yet accounted for."""
+    nats_bytes: int = 8 << 30
+    """Size of the stream, if this shard makes it; a full one refuses, and the probes drop and count."""
+    nats_replicas: int = 1
+    """Servers that keep the stream and the bucket, if this shard makes them."""
+    shard: int = 0
+    """Which part of the sequences this daemon judges, from 0."""
+    shards: int = 1
+    """How many parts there are; the same at every shard."""
     max_connections: int = 4096
     """Streams of probes open at one time."""
     max_processes: int = 4096
@@ -134,7 +161,7 @@ class Config:
             raise ConfigError(f"{where}: unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
         if isinstance(values.get("escalation"), Mapping):
             values["escalation"] = _section(Escalation, values["escalation"], f"{where}: escalation")
-        for name in ("state_dir", "rules", "http_token", "tcp_token", "tcp_certificate", "tcp_key"):
+        for name in _PATHS:
             if isinstance(values.get(name), str):
                 values[name] = Path(values[name]).expanduser()
         if isinstance(values.get("http_hosts"), list):
@@ -146,6 +173,20 @@ class Config:
         config._check(where)
         return replace(config, silence_seconds={**cls._silence(), **config.silence_seconds})
 
+    @property
+    def broker(self) -> Broker | None:
+        """The server that this shard is behind."""
+        return self._broker("nats") if self.nats is not None else None
+
+    def _broker(self, where: str) -> Broker:
+        return Broker.parse(
+            self.nats or "",
+            f"{where}: nats",
+            token=self.nats_token,
+            user=self.nats_user,
+            authority=self.nats_ca,
+        )
+
     @staticmethod
     def _silence() -> dict[str, float]:
         return {"engine": 1800.0, "trainer": 1800.0, "driver": 1800.0}
@@ -154,6 +195,12 @@ class Config:
         bounds: dict[str, tuple[float, float]] = {
             "http_port": (0, 65535),
             "tcp_port": (0, 65535),
+            "nats_ack_seconds": (1, 3600),
+            "nats_outstanding": (16, 1 << 20),
+            "nats_bytes": (1 << 20, 1 << 50),
+            "nats_replicas": (1, 5),
+            "shards": (1, SHARDS_LIMIT),
+            "shard": (0, SHARDS_LIMIT - 1),
             "max_connections": (1, 1 << 20),
             "max_processes": (1, 1 << 20),
             "max_open_steps": (2, 1 << 20),
@@ -193,6 +240,12 @@ class Config:
             )
         if (self.tcp_certificate is None) != (self.tcp_key is None):
             raise ConfigError(f"{where}: tcp_certificate and tcp_key are set together or not at all")
+        if self.nats is not None:
+            self._broker(where)
+        elif self.shards != 1 or self.shard or self.nats_token or self.nats_user or self.nats_ca:
+            raise ConfigError(f"{where}: nats: the other settings of shards need the address of a server")
+        if self.shard >= self.shards:
+            raise ConfigError(f"{where}: shard: wanted 0 to {self.shards - 1}, found {self.shard}")
         if not isinstance(self.silence_seconds, Mapping) or self.silence_seconds.keys() - self._silence():
             raise ConfigError(f"{where}: silence_seconds: wanted a map of engine, trainer and driver")
 

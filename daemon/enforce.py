@@ -97,6 +97,8 @@ class Enforcer:
                 keep_archives=config.journal_archives,
                 most=_RETIRED_AT_ONCE,
             )
+            if not moved:
+                self._journal.forget_lanes(before=before)
             self._retire_at = -1.0 if moved else now + _RETIRE_SECONDS
         self._note_journal()
 
@@ -149,9 +151,12 @@ class Enforcer:
         )
 
     def _journal_window(self, run: Run, window: Window, verdicts: list[Verdict]) -> int:
+        lanes = run.accounts.settle(run.builder.closed) if run.accounts is not None else []
         try:
-            key = self._journal.add_window(run.session, window, verdicts)
+            key = self._journal.add_window(run.session, window, verdicts, lanes)
             self._note_journal()
+            if run.accounts is not None and not self._journal.degraded:
+                run.accounts.kept()
             return key
         except (sqlite3.Error, ValueError, TypeError) as error:
             # a full disk must not keep a broken run going: act first, shout here

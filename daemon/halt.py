@@ -28,6 +28,7 @@ from isoexec.contracts.halting import (
     Policy,
     StateDirectory,
 )
+from isoexec.contracts.shards import Standing
 from isoexec.daemon.config import Escalation
 from isoexec.daemon.runtimes import Runtime
 
@@ -43,12 +44,7 @@ _AHEAD_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Standing:
-    state: LeaseState
-    policy: Policy
-    step: int = -1
-    rule: str = ""
-    cause: str = ""
+class _Held(Standing):
     until: float = float("inf")
 
 
@@ -59,7 +55,7 @@ class LeaseKeeper:
         self._state = state
         self._ttl = ttl_seconds
         self._lock = threading.Lock()
-        self._pages: dict[str, tuple[LeasePage, _Standing]] = {}
+        self._pages: dict[str, tuple[LeasePage, _Held]] = {}
         self._alive_at = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._renew_all, name="isoexec-lease", daemon=True)
@@ -89,7 +85,7 @@ class LeaseKeeper:
             with suppress(LeaseError, OSError):
                 self._hold(
                     name,
-                    _Standing(
+                    _Held(
                         state=lease.state if marker is None else LeaseState.HALT,
                         policy=lease.policy,
                         step=lease.step if marker is None else marker.step,
@@ -119,9 +115,9 @@ class LeaseKeeper:
         self, run: str, state: LeaseState, policy: Policy, *, step: int = -1, rule: str = "", cause: str = ""
     ) -> None:
         """Say a state of a run, at once."""
-        self._hold(run, _Standing(state=state, policy=policy, step=step, rule=rule, cause=cause))
+        self._hold(run, _Held(state=state, policy=policy, step=step, rule=rule, cause=cause))
 
-    def _hold(self, run: str, standing: _Standing) -> None:
+    def _hold(self, run: str, standing: _Held) -> None:
         with self._lock:
             held = self._pages.get(run)
             if held is None:
@@ -142,6 +138,17 @@ class LeaseKeeper:
         marker.write(self._state.run(marker.run).path)
         self.set(marker.run, LeaseState.HALT, policy, step=marker.step, rule=marker.rule, cause=marker.cause)
 
+    def standings(self) -> dict[str, Standing]:
+        """Give what is said of every run, but for leases that are only taken up for a moment; a halt stands."""
+        with self._lock:
+            return {
+                run: Standing(
+                    state=one.state, policy=one.policy, step=one.step, rule=one.rule, cause=one.cause
+                )
+                for run, (_, one) in self._pages.items()
+                if one.until == float("inf") or one.state is LeaseState.HALT
+            }
+
     def release(self, run: str) -> None:
         """Stop renewing a run that is over."""
         with self._lock:
@@ -149,7 +156,7 @@ class LeaseKeeper:
         if held is not None:
             held[0].close()
 
-    def _write(self, page: LeasePage, standing: _Standing) -> None:
+    def _write(self, page: LeasePage, standing: _Held) -> None:
         page.write(
             standing.state,
             policy=standing.policy,

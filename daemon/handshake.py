@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +13,9 @@ from isoexec.contracts.errors import IsoExecError
 from isoexec.contracts.identities import identities_of
 from isoexec.contracts.schema import Contract
 from isoexec.contracts.window import FieldDifference
-from isoexec.contracts.wire import Attestation, Hello
+from isoexec.contracts.wire import Attestation, Hello, Welcome
 
-__all__ = ["Agreement", "agree", "agree_still"]
+__all__ = ["Agreement", "agree", "agree_still", "contract_of", "refusal"]
 
 # deployment is proven not to change bits: it is shown, never refused
 _BINDING = ("semantic", "numerical_policy")
@@ -131,3 +133,21 @@ def _fields(found: list[tuple[str, Any, Any]], reference: Hello, hello: Hello) -
         engine, trainer = (theirs, ours) if hello.role == "engine" else (ours, theirs)
         rows.append(FieldDifference(path=path + place, engine=engine, trainer=trainer))
     return tuple(rows)
+
+
+def contract_of(hello: Hello) -> Contract | None:
+    """Give the contract that a process holds, None where it only monitors."""
+    return Contract.from_dict(hello.contract) if hello.contract is not None else None
+
+
+def refusal(hello: Hello, message: str, differences: tuple[tuple[str, Any, Any], ...] = ()) -> Welcome:
+    """Answer a hello with no, and why."""
+    return Welcome(
+        run=hello.run,
+        role="daemon",
+        source=f"daemon:{os.getpid()}",
+        time=time.time(),
+        accepted=False,
+        differences=differences,
+        message=message,
+    )

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import structlog
 
@@ -33,7 +34,7 @@ from isoexec.daemon.peers import (
     tls_context,
 )
 
-__all__ = ["Connection", "Ingest"]
+__all__ = ["Connection", "Ingest", "Writer"]
 
 _log = structlog.get_logger("isoexec.daemon")
 
@@ -48,6 +49,13 @@ _EACH_MESSAGES = 4
 _MESSAGE_BYTES = 512  # what a message costs beside its arrays
 
 
+class Writer(Protocol):
+    """The way back to a peer."""
+
+    def write(self, data: bytes | memoryview) -> None: ...
+    def close(self) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class Connection:
     """One open stream. `run` and `source` are those of the hello it was accepted with; `pid` is 0 for another host.
@@ -56,7 +64,7 @@ class Connection:
     """
 
     pid: int
-    writer: asyncio.StreamWriter
+    writer: Writer
     peer: str = ""
     since: float = field(default_factory=time.monotonic)
     run: str | None = None
@@ -224,7 +232,7 @@ class Ingest:
         self._malformed(connection, error)
         connection.close()
 
-    def _turn_away(self, writer: asyncio.StreamWriter, reason: str, **facts: object) -> None:
+    def _turn_away(self, writer: Writer, reason: str, **facts: object) -> None:
         self.refused[reason] += 1
         unsaid = self._said.due()
         if unsaid is not None:

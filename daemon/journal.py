@@ -22,6 +22,7 @@ from isoexec.contracts.errors import IsoExecError
 from isoexec.contracts.rules import Rule
 from isoexec.contracts.verdict import Verdict
 from isoexec.contracts.window import Window
+from isoexec.daemon.accounts import LaneRow
 from isoexec.daemon.backlog import Backlog, Entry
 from isoexec.daemon.retention import move_batch, next_archive
 
@@ -52,6 +53,7 @@ CREATE TABLE IF NOT EXISTS actions (
     time REAL NOT NULL, data TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS steps (
     id INTEGER PRIMARY KEY, run TEXT NOT NULL, step INTEGER NOT NULL, time REAL NOT NULL, data TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS lanes (lane TEXT PRIMARY KEY, run TEXT NOT NULL, taken TEXT NOT NULL, time REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS used (name TEXT PRIMARY KEY, id INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS windows_by_run ON windows (run, id);
 CREATE INDEX IF NOT EXISTS verdicts_by_run ON verdicts (run, id);
@@ -261,8 +263,13 @@ class Journal:
         values = (self._next("steps"), run, step, time.time(), _dump(data))
         self._keep((_insert("steps", 5), values), durable=False)
 
-    def add_window(self, session: int, window: Window, verdicts: Sequence[Verdict]) -> int:
-        """Keep a window and what was said of it, together or not at all; on disk when this returns, unless `degraded`."""
+    def add_window(
+        self, session: int, window: Window, verdicts: Sequence[Verdict], lanes: Sequence[LaneRow] = ()
+    ) -> int:
+        """Keep a window, what was said of it, and which frames it accounts for, together or not at all.
+
+        On disk when this returns, unless `degraded`.
+        """
         now = time.time()
         key = self._next("windows")
         mine = (key, session, window.run, window.step, now, _dump(window.to_dict()))
@@ -281,8 +288,22 @@ class Journal:
             for v in verdicts
         ]
         rows = [(_insert("windows", 6), mine), *((_insert("verdicts", 9), values) for values in said)]
-        self._keep(*rows, durable=True)
+        self._keep(*rows, *((_insert("lanes", 4), row) for row in lanes), durable=True)
         return key
+
+    def add_lanes(self, lanes: Sequence[LaneRow]) -> None:
+        """Keep which frames were accounted for; on disk when this returns, unless `degraded`."""
+        if lanes:
+            self._keep(*((_insert("lanes", 4), row) for row in lanes), durable=True)
+
+    def lane(self, key: str) -> str:
+        """Give the numbers of a lane's frames that were accounted for, as `isoexec.daemon.accounts.Spans` writes them."""
+        row = self._database.execute("SELECT taken FROM lanes WHERE lane = ?", (key,)).fetchone()
+        return str(row[0]) if row else ""
+
+    def forget_lanes(self, *, before: float) -> None:
+        """Let go of lanes that nothing was heard of since `before` (unix seconds)."""
+        self._keep(("DELETE FROM lanes WHERE time < ?", (before,)), durable=False)
 
     def add_action(self, run: str, step: int, action: str, data: Mapping[str, Any]) -> None:
         """Keep what was done; on disk when this returns, unless `degraded`."""

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from isoexec.contracts.window import PAIRS
 from isoexec.contracts.wire import SEQUENCES_LIMIT, Logprobs
+from isoexec.daemon.accounts import Frame
 
 __all__ = ["Batch", "Gone", "Pairing", "role_of"]
 
@@ -56,6 +57,7 @@ class Block:
     __slots__ = (
         "arrived",
         "case",
+        "frame",
         "gone",
         "keys",
         "left",
@@ -67,8 +69,9 @@ class Block:
         "versions",
     )
 
-    def __init__(self, message: Logprobs, now: float) -> None:
+    def __init__(self, message: Logprobs, now: float, frame: Frame | None = None) -> None:
         self.message = message
+        self.frame = frame
         self.case = message.case
         self.arrived = now
         lengths = message.lengths
@@ -107,6 +110,7 @@ class Gone:
     records: int
     tokens: int
     other_versions: frozenset[tuple[int, int]]
+    frame: Frame | None = None
 
 
 Unpaired = Callable[[Gone], None]
@@ -131,6 +135,7 @@ class Batch:
     first_sources: list[str]
     second_sources: list[str]
     sampling: set[tuple[str, str, str]]
+    frames: list[Frame]
     attributes: dict[str, npt.NDArray[np.int32]] = field(default_factory=dict)
     """What else is known of each sequence."""
 
@@ -167,7 +172,8 @@ class _Draft:
     digests: list[bytes] = field(default_factory=list)
     others: list[Block] = field(default_factory=list)
 
-    def batch(self, pair: Pair, step: int, message: Logprobs) -> Batch:
+    def batch(self, pair: Pair, step: int, block: Block) -> Batch:
+        message = block.message
         ours = (
             _joined([run.ours(message.logprobs) for run in self.runs]),
             _joined([run.ours(message.tokens) for run in self.runs]),
@@ -197,6 +203,7 @@ class _Draft:
             first_sources=first[2],
             second_sources=second[2],
             sampling=sampling,
+            frames=[one.frame for one in (block, *dict.fromkeys(self.others)) if one.frame is not None],
         )
 
 
@@ -219,9 +226,11 @@ class Pairing:
         """Tokens of a role that have met nothing of the other side."""
         return self._unmet_tokens[role]
 
-    def add(self, message: Logprobs, now: float, unpaired: Unpaired) -> list[Batch]:
+    def add(
+        self, message: Logprobs, now: float, unpaired: Unpaired, frame: Frame | None = None
+    ) -> list[Batch]:
         """Take a message, give what it pairs with; `unpaired` is told of records evicted for room."""
-        block = Block(message, now)
+        block = Block(message, now, frame)
         if not block.keys:
             return []
         drafts: dict[tuple[Pair, int], _Draft] = {}
@@ -231,7 +240,7 @@ class Pairing:
         self._hold(block)
         while self.held_tokens > self._limit and self._blocks:
             self._evict(next(iter(self._blocks)), unpaired)
-        return [draft.batch(pair, step, message) for (pair, step), draft in drafts.items()]
+        return [draft.batch(pair, step, block) for (pair, step), draft in drafts.items()]
 
     def _match(self, block: Block, case: str, pair: Pair, drafts: dict[tuple[Pair, int], _Draft]) -> None:
         """Pair the sequences of a block with those that wait under one case."""
@@ -308,6 +317,8 @@ class Pairing:
         number = self._next
         self._next += 1
         self._blocks[number] = block
+        if block.frame is not None:
+            block.frame.left = block.left
         first, more = self._first[block.case], self._more[block.case]
         base = number << _SHIFT
         for record, key in enumerate(block.keys, base):
@@ -360,6 +371,8 @@ class Pairing:
             if not rest:
                 del more[key]
         block.left -= len(places)
+        if block.frame is not None:
+            block.frame.left = block.left
         if block.left:
             for place in places:
                 block.gone[place] = 1
@@ -381,6 +394,7 @@ class Pairing:
                     records=len(those),
                     tokens=tokens,
                     other_versions=frozenset().union(*versions),
+                    frame=block.frame,
                 )
             )
 

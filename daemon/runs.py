@@ -12,6 +12,7 @@ from isoexec.contracts.measures import PROCESSES
 from isoexec.contracts.schema import Contract
 from isoexec.contracts.window import FieldDifference, Silence, Window
 from isoexec.contracts.wire import Attestation, Hello, Logprobs, Message, Probe, Step, Weights
+from isoexec.daemon.accounts import Accounts, Frame
 from isoexec.daemon.config import Config
 from isoexec.daemon.diagnosis.pairs import Point
 from isoexec.daemon.diagnosis.window import diagnose_step
@@ -101,6 +102,8 @@ class Run:
     probe_totals: dict[str, float] = field(default_factory=dict)
     sent_totals: dict[str, int] = field(default_factory=dict)
     rules_named: set[str] = field(default_factory=set)
+    accounts: Accounts | None = None
+    """Of the frames that came through a stream."""
     places: dict[str, int] = field(default_factory=dict)
     """Number of each process among those of its role, by source: the label of its series."""
     past: tuple[Point, ...] = ()
@@ -199,7 +202,7 @@ class Run:
         self.said[message.role, "any"] = now
         self.touched = now
 
-    def take(self, message: Message, now: float) -> None:
+    def take(self, message: Message, now: float, frame: Frame | None = None) -> None:
         """Take any message but hello and bye."""
         self.hear(message, now)
         process = self.processes.get(message.source)
@@ -207,9 +210,9 @@ class Run:
             process.count(message)
             process.seen = now
         if isinstance(message, Logprobs):
-            self.builder.logprobs(message, now)
+            self.builder.logprobs(message, now, frame)
         elif isinstance(message, Step):
-            self.builder.step(message, now)
+            self.builder.step(message, now, frame)
         elif isinstance(message, Weights):
             self.weights.add(message, process.hello.replica if process else "")
         elif process is not None and isinstance(message, Attestation):

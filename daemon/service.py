@@ -21,7 +21,6 @@ from isoexec.contracts.errors import IsoExecError, WireError
 from isoexec.contracts.halting import HaltMarker, LeaseError, LeaseState, StateDirectory
 from isoexec.contracts.measures import LABEL_VALUES, PHASES, TRAIN_VALUES
 from isoexec.contracts.modes import Mode, read_mode
-from isoexec.contracts.schema import Contract
 from isoexec.contracts.window import REGIMES, Window
 from isoexec.contracts.wire import (
     Attestation,
@@ -35,16 +34,18 @@ from isoexec.contracts.wire import (
     Welcome,
     listen,
 )
+from isoexec.daemon.accounts import Frame
 from isoexec.daemon.config import Config, ConfigError
 from isoexec.daemon.enforce import Enforcer
 from isoexec.daemon.halt import LeaseKeeper, ProcessHandle
-from isoexec.daemon.handshake import agree
+from isoexec.daemon.handshake import agree, contract_of, refusal
 from isoexec.daemon.ingest import Connection, Ingest
 from isoexec.daemon.journal import Journal
 from isoexec.daemon.judge import Judge, rules_for
 from isoexec.daemon.metrics import Metrics
 from isoexec.daemon.peers import SparseLog
 from isoexec.daemon.runs import Process, Run
+from isoexec.daemon.stream import Stream
 from isoexec.daemon.verify import Findings
 from isoexec.daemon.version import package_version
 from isoexec.daemon.window import StepBuilder
@@ -82,6 +83,8 @@ class Service:
         )
         self._holders: dict[tuple[str, str], Connection] = {}
         """The stream that each process speaks on, by run and source."""
+        self.stream = Stream(config, config.broker, self) if config.broker is not None else None
+        self._name = f"daemon:{os.getpid()}" + (f":shard{config.shard}" if self.stream else "")
         self._said = SparseLog()
         self.ready = False
         self._socket_id = (0, 0)
@@ -108,6 +111,8 @@ class Service:
             _log.warning("leases taken up", runs=resumed)
         self.keeper.start()
         self._spawn(self._ticks())
+        if self.stream is not None:
+            await self.stream.start()
         self.ready = True
 
     def _listen(self) -> socket.socket:
@@ -129,6 +134,10 @@ class Service:
         self.ready = True
         _log.critical("the socket was gone; made anew", path=str(self.state.socket))
 
+    async def stream_failed(self) -> None:
+        """Return once the stream has had to stop for good; never where there is none."""
+        await (self.stream.failed.wait() if self.stream is not None else asyncio.Event().wait())
+
     def note(self, http: str | None, tcp: str | None = None) -> None:
         """Write down where this daemon is found."""
         draft = self.state.path / ".daemon.json"
@@ -144,6 +153,8 @@ class Service:
         with suppress(TimeoutError):
             await self.ingest.close()
         self._judge_due(time.monotonic())
+        if self.stream is not None:
+            await self.stream.close()
         for task in list(self._tasks):
             task.cancel()
         self.keeper.close()
@@ -212,7 +223,18 @@ class Service:
         if process is not None:
             process.connected = False
 
-    def process(self, connection: Connection, message: Message) -> None:
+    def found(self, connection: Connection) -> None:
+        """Note that a process of which nothing was heard for long speaks again."""
+        process = self._process_of(connection)
+        if process is not None and not process.ended:
+            self._holders[connection.run or "", connection.source] = connection
+            process.connected = True
+
+    def holder(self, run: str, source: str) -> Connection | None:
+        """Give the stream that a process speaks on."""
+        return self._holders.get((run, source))
+
+    def process(self, connection: Connection, message: Message, frame: Frame | None = None) -> None:
         """Take one message. Raises WireError where it has no place on its connection."""
         if isinstance(message, Hello):
             self._greet(connection, message)
@@ -221,7 +243,7 @@ class Service:
         elif message.run != connection.run:
             raise WireError(f"wanted run {connection.run}, as in hello, found {message.run}")
         elif run := self.runs.get(message.run):
-            self._take(run, connection, message)
+            self._take(run, connection, message, frame)
         else:
             raise WireError(f"run {message.run} is no longer watched; say hello again")
 
@@ -229,7 +251,7 @@ class Service:
         try:
             welcome = self._answer(connection, hello)
         except IsoExecError as error:
-            welcome = _refusal(hello, str(error))
+            welcome = refusal(hello, str(error))
         if not welcome.accepted:
             _log.warning("hello refused", run=hello.run, source=hello.source, reason=welcome.message)
         connection.answer(welcome)
@@ -237,16 +259,16 @@ class Service:
     def _answer(self, connection: Connection, hello: Hello) -> Welcome:
         directory = self.state.run(hello.run)
         if hello.role not in LABEL_VALUES["role"]:
-            return _refusal(hello, f"role {hello.role} does not say hello")
+            return refusal(hello, f"role {hello.role} does not say hello")
         if hello.regime not in REGIMES:
-            return _refusal(
+            return refusal(
                 hello, f"unknown regime {hello.regime!r}: set ISOEXEC_REGIME to one of {', '.join(REGIMES)}"
             )
         marker = HaltMarker.read(directory.path)
         if marker is not None and read_mode(self.state, hello.run).mode is not Mode.OFF:
-            return _refusal(hello, str(marker))
+            return refusal(hello, str(marker))
         if problem := self._unfit(connection, hello):
-            return _refusal(hello, problem)
+            return refusal(hello, problem)
         now = time.monotonic()
         run = self.runs.get(hello.run)
         if run is not None and run.processes:
@@ -258,18 +280,18 @@ class Service:
         if run is None:
             alone = agree(None, hello)
             if not alone.accepted:
-                return _refusal(hello, alone.message, alone.differences)
+                return refusal(hello, alone.message, alone.differences)
             run = self._begin(hello)
         if run.reference.role == "driver" and hello.role != "driver":
             alone = agree(None, hello)
             if not alone.accepted:
-                return _refusal(hello, alone.message, alone.differences)
-            run.adopt(hello, _contract(hello), Judge(rules_for(hello.regime, self.config.rules)))
+                return refusal(hello, alone.message, alone.differences)
+            run.adopt(hello, contract_of(hello), Judge(rules_for(hello.regime, self.config.rules)))
             self._declare(run)
         agreement = run.greet(hello, now)
         if not agreement.accepted:
             self.enforcer.judge_facts(run)
-            return _refusal(hello, agreement.message, agreement.differences)
+            return refusal(hello, agreement.message, agreement.differences)
         process = run.processes[hello.source]
         # a process id of another host means nothing here: such a process is told to stop, never signalled
         process.handle = ProcessHandle.open(connection.pid) if connection.pid else None
@@ -286,7 +308,7 @@ class Service:
         return Welcome(
             run=hello.run,
             role="daemon",
-            source=f"daemon:{os.getpid()}",
+            source=self._name,
             time=time.time(),
             accepted=True,
             message=agreement.message,
@@ -312,7 +334,7 @@ class Service:
         if len(self.runs) >= self.config.max_runs and not self._make_room():
             self.metrics.add("runs_refused", 1.0)
             raise ConfigError(f"the daemon watches {self.config.max_runs} runs at most; raise max_runs")
-        contract = _contract(hello)
+        contract = contract_of(hello)
         judge = Judge(rules_for(hello.regime, self.config.rules))
         builder = StepBuilder(
             self.config, pending_tokens=max(self.config.pending_tokens // max(len(self.runs) + 1, 1), 1)
@@ -388,7 +410,7 @@ class Service:
         connection.bytes_read = 0
         self.metrics.set("last_message_timestamp_seconds", time.time(), run=run.name, role=role)
 
-    def _take(self, run: Run, connection: Connection, message: Message) -> None:
+    def _take(self, run: Run, connection: Connection, message: Message, frame: Frame | None) -> None:
         now = time.monotonic()
         process = run.processes.get(message.source)
         before = process.probe if process else None
@@ -410,7 +432,7 @@ class Service:
             raise WireError(
                 f"{len(run.builder.open)} steps of run {run.name} are open, step {step} would be one more"
             )
-        run.take(message, now)
+        run.take(message, now, frame)
         if isinstance(message, Step):
             self._step(run, message)
         elif isinstance(message, Attestation):
@@ -500,6 +522,9 @@ class Service:
     def _measure(self) -> None:
         self.metrics.set("queue_depth", self.ingest.depth)
         self.metrics.set("connections", len(self.ingest.connections))
+        if self.stream is not None:
+            self.metrics.set("stream_frames_held", self.stream.held)
+            self.metrics.set("shards_heard", self.stream.heard)
         for run in self.runs.values():
             for role in ("engine", "trainer"):
                 self.metrics.set("tokens_pending", run.builder.pairing.pending(role), run=run.name, role=role)
@@ -527,6 +552,9 @@ class Service:
         for role, dropped in run.take_dropped().items():
             # what was lost after the last window
             self.metrics.add("messages_dropped", dropped, run=run.name, role=role)
+        if run.accounts is not None:
+            run.accounts.finish()
+            self.journal.add_lanes(run.accounts.rows())
         if run.session >= 0:
             self.journal.end_run(run.session)
             run.session = -1
@@ -569,19 +597,3 @@ def _file_id(path: Path) -> tuple[int, int]:
     except OSError:
         return 0, 0
     return found.st_dev, found.st_ino
-
-
-def _contract(hello: Hello) -> Contract | None:
-    return Contract.from_dict(hello.contract) if hello.contract is not None else None
-
-
-def _refusal(hello: Hello, message: str, differences: tuple[tuple[str, Any, Any], ...] = ()) -> Welcome:
-    return Welcome(
-        run=hello.run,
-        role="daemon",
-        source=f"daemon:{os.getpid()}",
-        time=time.time(),
-        accepted=False,
-        differences=differences,
-        message=message,
-    )

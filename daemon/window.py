@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from isoexec.contracts.window import PairStats, SamplingBreak
 from isoexec.contracts.wire import Logprobs, Step
+from isoexec.daemon.accounts import Frame
 from isoexec.daemon.attributes import Attributes, labels_of
 from isoexec.daemon.config import Config
 from isoexec.daemon.detail import pair_detail
@@ -86,7 +87,7 @@ class StepBuilder:
         state.touched = now
         return state
 
-    def logprobs(self, message: Logprobs, now: float) -> None:
+    def logprobs(self, message: Logprobs, now: float, frame: Frame | None = None) -> None:
         """Pair a message, add what pairs to its step."""
         role = role_of(message.case)
         if role == "trainer":
@@ -94,11 +95,13 @@ class StepBuilder:
         if message.step >= 0:
             state = self._state(message.step, now)
             state.cases.add(message.case)
+            if frame is not None:
+                frame.counted_in(state.step)
             state.weight_version = max(state.weight_version, message.weight_version)
             if role == "trainer":
                 self._finish_before(state.step, now)
         self._attributes.note(message)
-        for batch in self.pairing.add(message, now, self._unpaired_at(now)):
+        for batch in self.pairing.add(message, now, self._unpaired_at(now), frame):
             self._batch(batch, now)
 
     def _batch(self, batch: Batch, now: float) -> None:
@@ -115,10 +118,14 @@ class StepBuilder:
         )
         state.sampling |= batch.sampling
         state.samples.add(batch)
+        for frame in batch.frames:
+            frame.counted_in(state.step)
 
-    def step(self, message: Step, now: float) -> None:
+    def step(self, message: Step, now: float, frame: Frame | None = None) -> None:
         """Take the end of a step as the job reports it: this step and those before are complete."""
         state = self._state(message.step, now)
+        if frame is not None:
+            frame.counted_in(state.step)
         state.reported = True
         state.weight_version = max(state.weight_version, message.weight_version)
         self._finish_before(state.step + 1, now)
@@ -187,6 +194,8 @@ class StepBuilder:
     def _count_unpaired(self, state: StepState, gone: Gone) -> None:
         """Count records against each pair of cases in which they were awaited and met nobody."""
         role = role_of(gone.case)
+        if gone.frame is not None:
+            gone.frame.counted_in(state.step)
         if not gone.met_other_side:
             state.unpaired[role] = state.unpaired.get(role, 0) + gone.tokens
             state.versions |= gone.other_versions

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a daemon on another host is heard, and how a process shows it that it may speak."""
+"""Where a daemon that is not beside the job is heard, and how a process shows it that it may speak."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from isoexec.contracts.broker import Broker
 from isoexec.contracts.errors import IsoExecError
 from isoexec.contracts.tokens import CHALLENGE_BYTES, prove, read_token
 
-__all__ = ["Address"]
+__all__ = ["Address", "address_from_env"]
 
 _SILENT_MILLISECONDS = 30_000
 
@@ -32,27 +33,26 @@ class Address:
     authority: Path | None = None
 
     @classmethod
-    def from_env(cls) -> Address | None:
-        """ISOEXEC_DAEMON (tcp://HOST:PORT, or tls://), ISOEXEC_TOKEN_FILE, and for tls ISOEXEC_TLS_CA; None where unset."""
-        text = os.environ.get("ISOEXEC_DAEMON", "")
-        if not text:
-            return None
+    def parse(cls, text: str, *, token: Path | None, authority: Path | None) -> Address:
+        """Read ``tcp://HOST:PORT`` or ``tls://HOST:PORT``. Raises IsoExecError naming the variable that is wrong."""
         try:
             parts = urlsplit(text)
             host, port = parts.hostname, parts.port
         except ValueError:
             parts, host, port = urlsplit(""), None, None
         if parts.scheme not in ("tcp", "tls") or not host or not port or parts.path.strip("/"):
-            raise IsoExecError(f"ISOEXEC_DAEMON: wanted tcp://HOST:PORT or tls://HOST:PORT, found {text!r}")
-        token, authority = os.environ.get("ISOEXEC_TOKEN_FILE"), os.environ.get("ISOEXEC_TLS_CA")
-        if not token:
+            raise IsoExecError(
+                f"ISOEXEC_DAEMON: wanted tcp://HOST:PORT, tls://HOST:PORT, nats://HOST:PORT/NAME "
+                f"or nats+tls://HOST:PORT/NAME, found {text!r}"
+            )
+        if token is None:
             raise IsoExecError(f"ISOEXEC_TOKEN_FILE: unset, and {text} asks for a token; name its file")
-        if (parts.scheme == "tls") != bool(authority):
+        if (parts.scheme == "tls") != (authority is not None):
             raise IsoExecError(
                 "ISOEXEC_TLS_CA: set it with tls://, to the PEM file of the daemon's certificate authority or of its "
                 "own certificate, and only then"
             )
-        return cls(host=host, port=port, token=Path(token), authority=Path(authority) if authority else None)
+        return cls(host=host, port=port, token=token, authority=authority)
 
     def connect(self, timeout: float) -> socket.socket:
         """Open a stream on which the daemon takes frames.  Raises OSError, also where the certificate does not fit;
@@ -83,3 +83,20 @@ class Address:
             stream.close()
             raise
         return stream
+
+
+def address_from_env() -> Address | Broker | None:
+    """ISOEXEC_DAEMON (see `Address` and `Broker`), ISOEXEC_TOKEN_FILE, ISOEXEC_NATS_USER_FILE and ISOEXEC_TLS_CA.
+
+    None where ISOEXEC_DAEMON is unset: the unix socket of the state directory.
+    """
+    text = os.environ.get("ISOEXEC_DAEMON", "")
+    if not text:
+        return None
+    token, user, authority = (
+        Path(found) if (found := os.environ.get(name)) else None
+        for name in ("ISOEXEC_TOKEN_FILE", "ISOEXEC_NATS_USER_FILE", "ISOEXEC_TLS_CA")
+    )
+    if text.startswith(("nats:", "nats+tls:")):
+        return Broker.parse(text, "ISOEXEC_DAEMON", token=token, user=user, authority=authority)
+    return Address.parse(text, token=token, authority=authority)

@@ -25,11 +25,13 @@ from typing import Any
 import structlog
 
 from isoexec.contracts import wire
+from isoexec.contracts.broker import Broker
 from isoexec.contracts.diff import ABSENT, Difference
-from isoexec.contracts.errors import HandshakeError, IsoExecError, WireError
+from isoexec.contracts.errors import HandshakeError, IsoExecError
 from isoexec.contracts.halting import default_state_dir
 from isoexec.contracts.schema import Contract
-from isoexec.probes.address import Address
+from isoexec.probes.address import Address, address_from_env
+from isoexec.probes.links import Link, StreamLink, TooLargeError, sequence_runs
 
 __all__ = ["Client", "ClientStats", "ProbeSettings", "connect", "contract_from_env", "installed_versions"]
 
@@ -62,11 +64,11 @@ class ProbeSettings:
     policy: str = "fail_open"
     contract: Contract | None = None
     contract_path: Path | None = None  # where the contract was read from, looked at at every attestation
-    address: Address | None = None  # of a daemon on another host; None: the unix socket in state_dir
+    address: Address | Broker | None = None  # None: the unix socket in state_dir
 
     @classmethod
     def from_env(cls) -> ProbeSettings:
-        """ISOEXEC_RUN, ISOEXEC_STATE_DIR, ISOEXEC_REGIME, ISOEXEC_ON_DAEMON_LOSS, ISOEXEC_CONTRACT; `Address.from_env`."""
+        """ISOEXEC_RUN, ISOEXEC_STATE_DIR, ISOEXEC_REGIME, ISOEXEC_ON_DAEMON_LOSS, ISOEXEC_CONTRACT; `address_from_env`."""
         contract = contract_from_env()
         return cls(
             run=os.environ.get("ISOEXEC_RUN", "default"),
@@ -75,7 +77,7 @@ class ProbeSettings:
             policy=os.environ.get("ISOEXEC_ON_DAEMON_LOSS", "fail_open"),
             contract=contract,
             contract_path=Path(os.environ["ISOEXEC_CONTRACT"]) if contract is not None else None,
-            address=Address.from_env(),
+            address=address_from_env(),
         )
 
 
@@ -124,7 +126,7 @@ class Client:
         self._sent = self._dropped = self._bytes = 0
         self._seconds = 0.0
         self._busy = self._closing = False
-        self._socket: socket.socket | None = None
+        self._link = _link(settings, self.source)
         self._thread: threading.Thread | None = None
 
     def connect(self, timeout: float = 10.0) -> wire.Welcome:
@@ -141,23 +143,35 @@ class Client:
         return welcome
 
     def send(self, kind: type[wire.Message], **fields: Any) -> bool:
-        """Queue one message; False when it was dropped because the queue is full.  Raises WireError for bad fields."""
+        """Queue one message; False when it was dropped because the queue is full.  Raises WireError for bad fields.
+
+        Logprobs that are more than one message of the way to the daemon may hold are queued as several.
+        """
         start = time.perf_counter()
+        most = self._link.message_bytes
         with self._wake:
             message = self._make(kind, fields)
-            size = _size(message)
-            full = len(self._queue) >= self._capacity or (
-                bool(self._queue) and self._queued_bytes + size > self._capacity_bytes
-            )
-            dropped = self._closing or (full and not isinstance(message, _PASSING))
-            if dropped:
-                self._dropped += 1
+            if most and isinstance(message, wire.Logprobs) and _size(message) > most:
+                self._seq -= 1
+                parts = [self._make(kind, part) for part in sequence_runs(fields, most)]
             else:
-                self._queue.append(message)
-                self._queued_bytes += size
-                self._wake.notify()
+                parts = [message]
+            kept = [self._queue_one(part) for part in parts]
             self._seconds += time.perf_counter() - start
-        return not dropped
+        return all(kept)
+
+    def _queue_one(self, message: wire.Message) -> bool:
+        size = _size(message)
+        full = len(self._queue) >= self._capacity or (
+            bool(self._queue) and self._queued_bytes + size > self._capacity_bytes
+        )
+        if self._closing or (full and not isinstance(message, _PASSING)):
+            self._dropped += 1
+            return False
+        self._queue.append(message)
+        self._queued_bytes += size
+        self._wake.notify()
+        return True
 
     def send_weights(
         self,
@@ -173,8 +187,9 @@ class Client:
         """Queue weight digests (see `wire.Weights`) in as many messages as their headers need; False when one was dropped."""
         names, zeros = list(tensors), set(zero)
         kept = True
-        for first in range(0, max(len(names), 1), _TENSORS_A_MESSAGE):
-            part = names[first : first + _TENSORS_A_MESSAGE]
+        most = _TENSORS_A_MESSAGE // 4 if self._link.message_bytes else _TENSORS_A_MESSAGE
+        for first in range(0, max(len(names), 1), most):
+            part = names[first : first + most]
             kept &= self.send(
                 wire.Weights,
                 weight_version=weight_version,
@@ -207,7 +222,7 @@ class Client:
             self._wake.notify_all()
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()))
-        self._shut()
+        self._link.close()
 
     @property
     def stats(self) -> ClientStats:
@@ -236,11 +251,7 @@ class Client:
         deadline = time.monotonic() + timeout
         while True:
             try:
-                left = max(0.1, deadline - time.monotonic())
-                if settings.address is None:
-                    stream = wire.connect(settings.state_dir, timeout=left)
-                else:
-                    stream = settings.address.connect(left)
+                self._link.connect(max(0.1, deadline - time.monotonic()))
                 break
             except OSError:
                 if not patient or time.monotonic() + _RETRY_SECONDS > deadline:
@@ -262,25 +273,7 @@ class Client:
                     "identities": identities(contract),
                 },
             )
-        try:
-            for buffer in wire.encode_frame(hello):
-                stream.sendall(buffer)
-            stream.settimeout(max(0.1, deadline - time.monotonic()))
-            reader = wire.FrameReader()
-            while True:
-                data = stream.recv(65536)
-                if not data:
-                    raise WireError(
-                        "the daemon closed the connection instead of answering hello; see its log"
-                    )
-                for message in reader.feed(data):
-                    if isinstance(message, wire.Welcome):
-                        stream.settimeout(None)
-                        self._socket = stream
-                        return message
-        except BaseException:
-            stream.close()
-            raise
+        return self._link.greet(hello, max(0.1, deadline - time.monotonic()))
 
     def _drain(self) -> None:
         last_report = time.monotonic()
@@ -304,23 +297,18 @@ class Client:
                 self._report_self()
 
     def _write(self, message: wire.Message) -> None:
-        try:
-            buffers = wire.encode_frame(message)
-        except WireError as error:
-            _log.error("message refused", type=message.TYPE, error=str(error))
-            self._count_drop()
-            return
         pause = _RETRY_SECONDS
         while True:
             try:
-                if self._socket is None and not self._open(_ANSWER_SECONDS, patient=False).accepted:
-                    self._shut()
+                if not self._link.standing and not self._open(_ANSWER_SECONDS, patient=False).accepted:
                     raise OSError("the daemon refuses this process now")
-                assert self._socket is not None
-                for buffer in buffers:
-                    self._socket.sendall(buffer)
+                written = self._link.write(message)
+            except TooLargeError as error:
+                _log.error("message refused", type=message.TYPE, error=str(error))
+                self._count_drop()
+                return
             except (OSError, IsoExecError):
-                self._shut()
+                self._link.lost()
                 with self._wake:
                     if self._closing:
                         self._dropped += 1
@@ -330,7 +318,7 @@ class Client:
                 continue
             with self._wake:
                 self._sent += 1
-                self._bytes += sum(memoryview(b).nbytes for b in buffers)
+                self._bytes += written
             return
 
     def _report_self(self) -> None:
@@ -341,11 +329,14 @@ class Client:
         with self._wake:
             self._dropped += 1
 
-    def _shut(self) -> None:
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._socket.close()
-            self._socket = None
+
+def _link(settings: ProbeSettings, source: str) -> Link:
+    address = settings.address
+    if isinstance(address, Broker):
+        from isoexec.probes.nats_link import NatsLink
+
+        return NatsLink(address, source)
+    return StreamLink(settings.state_dir, address)
 
 
 def _size(message: wire.Message) -> int:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stop a run at a step boundary when the daemon says so: every rank at the same step, after a checkpoint."""
+"""Stop a run at a step boundary when the daemon says so: every rank at the same step, after a checkpoint.
+
+The daemon says so in a page on its own host, or in a key of its NATS bucket (`isoexec.probes.verdicts`).
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from isoexec.contracts.errors import HaltedError
-from isoexec.contracts.halting import HaltMarker, Lease, LeasePage, LeaseState, Policy, StateDirectory
+from isoexec.contracts.halting import HaltMarker, Lease, LeaseState, Policy, StateDirectory
 from isoexec.contracts.modes import Mode, read_mode
 from isoexec.probes.client import ProbeSettings
+from isoexec.probes.verdicts import open_verdict
 
 __all__ = ["Guard"]
 
@@ -27,7 +31,7 @@ _LOOK_SECONDS = 0.05
 class Guard:
     """Reads the lease of a run.  Making one raises HaltedError while the run's halt marker lies there and its mode is not off.
 
-    The lease page exists once a process of the run has said hello, so make the guard after ``Client.connect``.
+    A run has a lease once a process of it has said hello, so make the guard after ``Client.connect``.
     """
 
     def __init__(self, settings: ProbeSettings) -> None:
@@ -39,7 +43,7 @@ class Guard:
         marker = HaltMarker.read(self._directory.path)
         if marker is not None and not self._off():
             raise HaltedError(marker)
-        self._page = LeasePage.open(self._directory.lease)
+        self._page = open_verdict(settings)
 
     def check(self, step: int, *, group: Any = None, checkpoint: Callable[[], object] | None = None) -> None:
         """Go on, or raise HaltedError on every rank of ``group`` at this same step, after ``checkpoint``.

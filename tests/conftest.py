@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -41,3 +45,62 @@ def fill() -> Callable[[Path], Path]:
         return ballast
 
     return take
+
+
+class NatsServer:
+    """A real nats-server with JetStream, whose store outlives it."""
+
+    def __init__(self, folder: Path, *settings: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.folder = folder
+        self._config = folder / "server.conf"
+        lines = [
+            f'listen: "127.0.0.1:{self.port}"',
+            f'jetstream: {{store_dir: "{folder / "store"}"}}',
+            *settings,
+        ]
+        self._config.write_text("\n".join(lines) + "\n")
+        self.start()
+
+    def start(self) -> None:
+        with (self.folder / "server.log").open("ab") as log:
+            self.process = subprocess.Popen(["nats-server", "-c", str(self._config)], stderr=log, stdout=log)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", self.port), 1) as stream,
+            ):
+                if stream.recv(5) == b"INFO ":
+                    return
+            time.sleep(0.02)
+        raise RuntimeError(f"no nats-server: {(self.folder / 'server.log').read_text()[-2000:]}")
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        self.process.send_signal(number)
+        self.process.wait(30)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(30)
+
+
+@pytest.fixture
+def nats_server(tmp_path: Path) -> Iterator[Callable[..., NatsServer]]:
+    """Start NATS servers; they end with the test."""
+    if shutil.which("nats-server") is None:
+        pytest.skip("nats-server is not on the PATH (make tools gets it)")
+    started: list[NatsServer] = []
+
+    def begin(*settings: str) -> NatsServer:
+        folder = tmp_path / f"nats{len(started)}"
+        folder.mkdir()
+        started.append(NatsServer(folder, *settings))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        one.close()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 
@@ -49,3 +50,10 @@ def test_every_error_is_in_the_tree_of_the_docstring() -> None:
 )  # fmt: skip
 def test_an_error_reads_as_a_sentence(error: errors.IsoExecError, text: str) -> None:
     assert text in str(error)
+
+
+@pytest.mark.parametrize(
+    "error", [errors.HandshakeError(["a.b differs"], "not alike"), errors.HaltedError("marker", "stopped")]
+)
+def test_an_error_reads_the_same_in_another_process(error: errors.IsoExecError) -> None:
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)  # noqa: S301 - our own bytes

@@ -164,13 +164,13 @@ class Daemon:
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         self.process.send_signal(number)
-        self.process.wait(15)
+        self.process.wait(60)
 
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
-            self.process.wait(15)
+            self.process.wait(60)
         if self.process.stdout is not None:
             self.process.stdout.close()
         self.log.close()

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from isoexec.contracts import wire
 from isoexec.contracts.errors import IsoExecError, WireError
-from isoexec.probes.address import Address
+from isoexec.probes.address import Address, address_from_env
 from isoexec.probes.client import Client, ProbeSettings
 
 TOKEN = "0123456789abcdef" * 2
@@ -153,19 +153,19 @@ def test_a_tcp_side_without_its_guard_does_not_start(
 
 
 def test_an_address_is_read_from_the_environment_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Address.from_env() is None
+    assert address_from_env() is None
     monkeypatch.setenv("ISOEXEC_DAEMON", "tls://[::1]:9462")
     with pytest.raises(IsoExecError, match="ISOEXEC_TOKEN_FILE"):
-        Address.from_env()
+        address_from_env()
     monkeypatch.setenv("ISOEXEC_TOKEN_FILE", "/t")
     with pytest.raises(IsoExecError, match="ISOEXEC_TLS_CA"):
-        Address.from_env()
+        address_from_env()
     monkeypatch.setenv("ISOEXEC_TLS_CA", "/ca")
-    assert Address.from_env() == Address(host="::1", port=9462, token=Path("/t"), authority=Path("/ca"))
+    assert address_from_env() == Address(host="::1", port=9462, token=Path("/t"), authority=Path("/ca"))
     for bad in ("tcp://host", "http://host:1", "host:1", "tcp://host:99999999", "tcp://[x:1"):
         monkeypatch.setenv("ISOEXEC_DAEMON", bad)
         with pytest.raises(IsoExecError, match="ISOEXEC_DAEMON"):
-            Address.from_env()
+            address_from_env()
 
 
 def closed(stream: socket.socket) -> bool:

@@ -83,7 +83,7 @@ def test_a_bad_field_is_refused_at_the_call_and_leaves_no_gap(tmp_path: Path, li
 def test_the_client_comes_back_when_the_daemon_does(tmp_path: Path, listener: Any) -> None:
     client = Client(settings(tmp_path), "engine")
     client.connect()
-    client._shut()  # the connection is gone under the thread
+    client._link.lost()  # the connection is gone under the thread
     assert client.send(wire.Step, step=1)
     assert [m.step for m in listener.wait(wire.Step)] == [1]
     assert len(listener.wait(wire.Hello, 2)) == 2
