@@ -332,6 +332,9 @@ class Logprobs(Message):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        side = self.case.partition("_")[0]
+        if self.role != side:
+            raise WireError(f"logprobs: case {self.case} is the {side}'s to report, found {self.role}")
         n = self.digests.shape[0]
         if n > SEQUENCES_LIMIT:
             raise WireError(

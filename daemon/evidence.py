@@ -43,6 +43,8 @@ __all__ = ["FORMAT", "Evidence", "EvidenceKeeper", "keep_last", "other_members",
 _log = structlog.get_logger("isoexec.daemon")
 
 FORMAT = 1
+_WAITING = 16
+"""Windows whose samples wait to be written, at most."""
 _ROWS = (16384, 4096, 1024, 256, 0)
 _OPTIONAL = ("steps.json", "actions.json", "attestations.json", "contract.json", "processes.json")
 """What is left out, in this order, when a bundle is too large without any pairs."""
@@ -191,6 +193,8 @@ class EvidenceKeeper:
         self._state = state
         self._metrics = metrics
         self._seen: dict[str, tuple[int, set[tuple[str, str]]]] = {}
+        self._turn = asyncio.Lock()
+        self._waiting = 0
 
     def wanted(self, run: str, session: int, verdicts: Sequence[Verdict]) -> bool:
         """Whether verdicts are of a halt, or show a rule or cause that this session has no bundle of."""
@@ -215,7 +219,17 @@ class EvidenceKeeper:
         bundled: bool,
         time: float,
     ) -> None:
-        """Write the samples of a window, and its bundle where `bundled`; what the disk refuses is counted."""
+        """Write the samples of a window, and its bundle where `bundled`; what the disk refuses is counted.
+
+        One window at a time. Where the disk is so slow that many wait, their samples are given up, counted as well;
+        bundles are not.
+        """
+        if self._waiting >= _WAITING and not bundled:
+            self._metrics.add("evidence_errors", 1.0)
+            _log.error(
+                "evidence cannot be written", run=window.run, step=window.step, error="the disk is too slow"
+            )
+            return
         folder = self._state.run(window.run).path
         failures: list[str] = []
 
@@ -245,7 +259,12 @@ class EvidenceKeeper:
             except (OSError, ValueError, TypeError, sqlite3.Error) as error:
                 failures.append(f"bundle: {error}")
 
-        await asyncio.to_thread(write)
+        self._waiting += 1
+        try:
+            async with self._turn:
+                await asyncio.to_thread(write)
+        finally:
+            self._waiting -= 1
         for failure in failures:
             self._metrics.add("evidence_errors", 1.0)
             _log.error("evidence cannot be written", run=window.run, step=window.step, error=failure)

@@ -120,6 +120,8 @@ class Ingest:
         self._worker: asyncio.Task[None] | None = None
         self._strangers = 0
         self._said = SparseLog()
+        self.done = 0
+        """Messages processed since the start."""
         self._token = b""
         self.connections: set[Connection] = set()
         self.refused: Counter[str] = Counter()
@@ -213,6 +215,7 @@ class Ingest:
             self._done(connection, size)
 
     def _done(self, connection: Connection, size: int) -> None:
+        self.done += 1
         self._waiting_bytes -= size
         connection.waiting_bytes -= size
         connection.waiting_messages -= 1

@@ -73,6 +73,7 @@ class Journal:
     def __init__(self, database: sqlite3.Connection, path: Path | None = None) -> None:
         self._database = database
         self._path = path
+        self._left_out = 0
         self._backlog = Backlog(BACKLOG_BYTES)
         self._ids: dict[str, int] = {}
         self.errors = 0
@@ -144,7 +145,11 @@ class Journal:
     @property
     def lost(self) -> int:
         """Rows that were given up because too many waited."""
-        return self._backlog.lost
+        return self._backlog.lost + self._left_out
+
+    def leave_out(self) -> None:
+        """Count a row that is not written, because its process sends more of them than is kept."""
+        self._left_out += 1
 
     def size(self) -> int:
         """Bytes of the journal that hold something, without its write-ahead log."""

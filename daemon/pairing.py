@@ -211,7 +211,7 @@ class Pairing:
     """The sequences of one run that wait for a partner, oldest first."""
 
     def __init__(self, *, limit_tokens: int) -> None:
-        self._limit = limit_tokens
+        self.limit_tokens = limit_tokens
         self._blocks: dict[int, Block] = {}
         # number of the first record that waits under a digest, by case; of the further ones, in order
         self._first: dict[str, dict[bytes, int]] = {case: {} for case in _PARTNERS}
@@ -238,7 +238,7 @@ class Pairing:
             if self._first[case]:
                 self._match(block, case, pair, drafts)
         self._hold(block)
-        while self.held_tokens > self._limit and self._blocks:
+        while self.held_tokens > self.limit_tokens and self._blocks:
             self._evict(next(iter(self._blocks)), unpaired)
         return [draft.batch(pair, step, block) for (pair, step), draft in drafts.items()]
 
@@ -343,7 +343,7 @@ class Pairing:
     def _evict(self, number: int, unpaired: Unpaired) -> None:
         """Let go of records of the oldest block, in order, until what is held fits, or of them all."""
         block = self._blocks[number]
-        over, places = self.held_tokens - self._limit, []
+        over, places = self.held_tokens - self.limit_tokens, []
         for place in block.held():
             if over <= 0:
                 break

@@ -82,6 +82,13 @@ class Pace:
         self._at = now
         return max(-self._left / self._rate, 0.0)
 
+    def admits(self) -> bool:
+        """Whether there is room for one now; takes it where there is, and owes nothing where there is none."""
+        if self.spend(1.0) <= 0:
+            return True
+        self._left += 1.0
+        return False
+
 
 class SparseLog:
     """One line a second of one kind at most, so that a peer cannot fill a disk with our own words."""

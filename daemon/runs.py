@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from isoexec.contracts.errors import WireError
 from isoexec.contracts.halting import Policy
 from isoexec.contracts.measures import PROCESSES
 from isoexec.contracts.schema import Contract
@@ -19,6 +21,7 @@ from isoexec.daemon.diagnosis.window import diagnose_step
 from isoexec.daemon.halt import ProcessHandle
 from isoexec.daemon.handshake import Agreement, agree, agree_still
 from isoexec.daemon.judge import Judge
+from isoexec.daemon.peers import Pace
 from isoexec.daemon.verify import Findings, verify
 from isoexec.daemon.weights import WeightLedger
 from isoexec.daemon.window import StepBuilder, StepState
@@ -27,8 +30,21 @@ __all__ = ["Process", "Run"]
 
 _SIDES = ("engine", "trainer")
 _PAST = 32  # windows a diagnosis looks back
+_KEPT_A_SECOND = 20.0
+"""Attestations and steps of one process that go into the journal, with twice that at once."""
+_RANKS = 4096
+"""Ranks that one process attests for, at most."""
 _REFUSED = 256
 """Places of which the refusal is remembered; one is enough to halt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attested:
+    """What one rank said last; `changed` is what it says of the contract that hello did not."""
+
+    message: Attestation
+    at: float
+    changed: tuple[FieldDifference, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -42,14 +58,15 @@ class Process:
     connected: bool = True
     ended: bool = False
     seen: float = 0.0
-    attestation: Attestation | None = None
-    attested: float = 0.0
-    changed: tuple[FieldDifference, ...] = ()  # what the attestation says of the contract that hello did not
+    attested: dict[int, Attested] = field(
+        default_factory=dict
+    )  # by rank: an engine's driver speaks for its workers
     first_seq: int = 0
     last_seq: int = 0
     received: int = 0
     spoiled: int = 0  # messages that came and could not be taken
     probe: Probe | None = None
+    kept: Pace = field(default_factory=lambda: Pace(_KEPT_A_SECOND))
 
     @property
     def source(self) -> str:
@@ -64,6 +81,18 @@ class Process:
         """Messages that never came: gaps in the numbering, or what the probe says it dropped, if more."""
         gaps = self.last_seq - self.first_seq + 1 - self.received
         return max(gaps, self.probe.dropped if self.probe else 0, 0) + self.spoiled
+
+    def attest(self, message: Attestation, now: float) -> None:
+        """Keep what a rank attests. Raises WireError for a rank that its world does not have."""
+        if not message.rank < message.world <= _RANKS:
+            raise WireError(
+                f"attestation: wanted a rank below its world and a world of {_RANKS} at most, found rank "
+                f"{message.rank} of {message.world}"
+            )
+        # once an attestation, for it digests a contract; a driver computes no logprob and is not held to one
+        changed = () if self.role == "driver" else agree_still(self.hello, message)
+        self.attested = {rank: one for rank, one in self.attested.items() if rank < message.world}
+        self.attested[message.rank] = Attested(message, now, changed)
 
     def count(self, message: Message) -> None:
         if self.received == 0:
@@ -106,6 +135,8 @@ class Run:
     """Of the frames that came through a stream."""
     places: dict[str, int] = field(default_factory=dict)
     """Number of each process among those of its role, by source: the label of its series."""
+    late: float = 0.0
+    """Seconds that the daemon was late by, which no step settles in; see `FairClock`."""
     past: tuple[Point, ...] = ()
     """Mean abs d of the last windows, for what only shows over steps; begins anew with the daemon."""
 
@@ -144,8 +175,7 @@ class Run:
         process = Process(hello=hello, since=now, agreement=agreement, seen=now)
         if old is not None and hello.seq > old.last_seq:
             # the same process again: its numbering and its attestation go on
-            process.attestation, process.attested, process.probe = old.attestation, old.attested, old.probe
-            process.changed = old.changed
+            process.attested, process.probe = old.attested, old.probe
             process.first_seq, process.last_seq, process.received = (
                 old.first_seq,
                 old.last_seq,
@@ -210,15 +240,13 @@ class Run:
             process.count(message)
             process.seen = now
         if isinstance(message, Logprobs):
-            self.builder.logprobs(message, now, frame)
+            self.builder.logprobs(message, now - self.late, frame)
         elif isinstance(message, Step):
-            self.builder.step(message, now, frame)
+            self.builder.step(message, now - self.late, frame)
         elif isinstance(message, Weights):
             self.weights.add(message, process.hello.replica if process else "")
         elif process is not None and isinstance(message, Attestation):
-            process.attestation, process.attested = message, now
-            # once an attestation, for it digests a contract; a driver computes no logprob and is not held to one
-            process.changed = () if process.role == "driver" else agree_still(process.hello, message)
+            process.attest(message, now)
         elif process is not None and isinstance(message, Probe):
             process.probe = message
 
@@ -228,7 +256,7 @@ class Run:
             process.ended, process.connected = True, False
         trainers = [one for one in self.processes.values() if one.role == "trainer"]
         if trainers and all(one.ended for one in trainers):
-            self.builder.finish_all(now)
+            self.builder.finish_all(now - self.late)
 
     def due(self, now: float) -> StepState | None:
         """Give the next step to judge, or None."""
@@ -240,16 +268,21 @@ class Run:
                 for role in _SIDES
                 if version >= 0
             )
-        return self.builder.due(now, weights_awaited=waiting, final=self.over)
+        return self.builder.due(now - self.late, weights_awaited=waiting, final=self.over)
+
+    def close(self, state: StepState, now: float) -> StepState:
+        """Take a step that is due out of the open ones."""
+        return self.builder.close(state, now - self.late)
 
     def findings(self) -> Findings:
         """Compare the latest attestations of the processes that are still there with the contract."""
         if self.contract is None:
             return Findings()
         attestations = [
-            (process.hello.replica, process.attestation)
+            (process.hello.replica, one.message)
             for process in self.processes.values()
-            if process.attestation is not None and not process.ended
+            for one in process.attested.values()
+            if not process.ended
         ]
         return verify(self.contract, attestations)
 
@@ -308,7 +341,7 @@ class Run:
     def _handshake(self) -> tuple[FieldDifference, ...]:
         rows = [row for fields in self.refused.values() for row in fields]
         for process in self.processes.values():
-            rows.extend(process.changed)
+            rows.extend(row for one in process.attested.values() for row in one.changed)
         return tuple(rows)
 
     def _age(self, role: str, what: str, now: float) -> float | None:
@@ -358,10 +391,11 @@ class Run:
         self, role: str, members: list[Process], findings: Findings, now: float, silent: Any
     ) -> None:
         living = [process for process in members if not process.ended] or members
-        if any(process.attestation is None for process in living):
+        # ranks that have said goodbye were there: what they attested last counts
+        if not all(process.attested for process in living) or _ranks_missing(members):
             silent(role, "attestation", None)
             return
-        oldest = max(now - process.attested for process in living)
+        oldest = max(now - one.at for process in living for one in process.attested.values())
         if oldest > self.config.attestation_seconds or role in findings.unreadable:
             silent(role, "attestation", oldest)
 
@@ -375,3 +409,15 @@ class Run:
                 self.silent_at = now
                 return True
         return False
+
+
+def _ranks_missing(processes: Sequence[Process]) -> bool:
+    """Whether some copy of the model has a rank that attests nothing, though others say that it is there."""
+    worlds: dict[str, int] = {}
+    ranks: dict[str, set[int]] = {}
+    for process in processes:
+        replica = process.hello.replica
+        for rank, one in process.attested.items():
+            worlds[replica] = max(worlds.get(replica, 0), one.message.world)
+            ranks.setdefault(replica, set()).add(rank)
+    return any(len(ranks[replica]) < world for replica, world in worlds.items())

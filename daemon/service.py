@@ -35,6 +35,7 @@ from isoexec.contracts.wire import (
     listen,
 )
 from isoexec.daemon.accounts import Frame
+from isoexec.daemon.clock import FairClock
 from isoexec.daemon.config import Config, ConfigError
 from isoexec.daemon.enforce import Enforcer
 from isoexec.daemon.halt import LeaseKeeper, ProcessHandle
@@ -90,6 +91,7 @@ class Service:
         self._socket_id = (0, 0)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._markers_at = 0.0
+        self._clock = FairClock(time.monotonic())
         self.metrics.before_scrape(self._measure)
 
     def _take_lock(self) -> int:
@@ -177,6 +179,9 @@ class Service:
         while True:
             now = time.monotonic()
             self.keeper.beat()
+            self._clock.tick(now, waiting=self.ingest.depth, done=self.ingest.done)
+            for run in self.runs.values():
+                run.late = self._clock.late
             try:
                 self._judge_due(now)
                 if now - self._markers_at >= _MARKER_SECONDS:
@@ -240,8 +245,11 @@ class Service:
             self._greet(connection, message)
         elif isinstance(message, Welcome):
             raise WireError("welcome is the daemon's to send")
-        elif message.run != connection.run:
-            raise WireError(f"wanted run {connection.run}, as in hello, found {message.run}")
+        elif message.run != connection.run or message.source != connection.source:
+            raise WireError(
+                f"wanted run {connection.run} and source {connection.source}, as in hello, found {message.run} "
+                f"and {message.source}"
+            )
         elif run := self.runs.get(message.run):
             self._take(run, connection, message, frame)
         else:
@@ -336,9 +344,7 @@ class Service:
             raise ConfigError(f"the daemon watches {self.config.max_runs} runs at most; raise max_runs")
         contract = contract_of(hello)
         judge = Judge(rules_for(hello.regime, self.config.rules))
-        builder = StepBuilder(
-            self.config, pending_tokens=max(self.config.pending_tokens // max(len(self.runs) + 1, 1), 1)
-        )
+        builder = StepBuilder(self.config, pending_tokens=self.config.pending_tokens)
         session = self._resume(hello, judge, builder)
         if session is None:
             session = self.journal.start_run(
@@ -363,6 +369,7 @@ class Service:
             touched=time.monotonic(),
         )
         self.runs[hello.run] = run
+        self._share()
         try:
             self._declare(run)
         except LeaseError:
@@ -372,6 +379,12 @@ class Service:
             del self.runs[run.name]
             raise
         return run
+
+    def _share(self) -> None:
+        """Give every run that goes on the same part of the tokens that may wait."""
+        going = [run for run in self.runs.values() if run.session >= 0]
+        for run in going:
+            run.builder.pairing.limit_tokens = max(self.config.pending_tokens // len(going), 1)
 
     def _declare(self, run: Run) -> None:
         """Show what a run is, and begin its lease."""
@@ -416,6 +429,8 @@ class Service:
         before = process.probe if process else None
         if process is None:
             raise WireError(f"{message.source} has not said hello to run {run.name}")
+        if message.role != process.role:
+            raise WireError(f"wanted role {process.role}, as in hello, found {message.role}")
         self._count(run, connection, message)
         if isinstance(message, Bye):
             process.count(message)
@@ -423,22 +438,18 @@ class Service:
             if run.over:
                 _log.info("run over", run=run.name)
             return
-        step = getattr(message, "step", -1)
-        if (
-            isinstance(message, Step | Logprobs)
-            and len(run.builder.open) >= self.config.max_open_steps
-            and max(step, run.builder.closed + 1) not in run.builder.open
-        ):
-            raise WireError(
-                f"{len(run.builder.open)} steps of run {run.name} are open, step {step} would be one more"
-            )
+        if isinstance(message, Step | Logprobs):
+            self._check_step(run, message.step)
         run.take(message, now, frame)
         if isinstance(message, Step):
             self._step(run, message)
         elif isinstance(message, Attestation):
-            self.journal.add_attestation(run.name, message.source, message.header())
-            if process.changed:
-                fields = [f"{one.path}: {one.engine!r} / {one.trainer!r}" for one in process.changed]
+            if process.kept.admits():
+                self.journal.add_attestation(run.name, message.source, message.header())
+            else:
+                self.journal.leave_out()
+            if changed := process.attested[message.rank].changed:
+                fields = [f"{one.path}: {one.engine!r} / {one.trainer!r}" for one in changed]
                 _log.warning("contract changed", run=run.name, source=message.source, fields=fields)
             self._regions(run)
         elif isinstance(message, Probe):
@@ -448,6 +459,18 @@ class Service:
         version_of = getattr(message, "weight_version", -1)
         if version_of >= 0 and not isinstance(message, Step | Weights):
             self.metrics.set("weight_version", version_of, run=run.name, role=message.role)
+
+    def _check_step(self, run: Run, step: int) -> None:
+        """Refuse a step that would be one too many, or leaves the others behind: all that they say would be late."""
+        last, most = max([run.builder.closed, *run.builder.open]), self.config.max_open_steps
+        if len(run.builder.open) >= most and step > run.builder.closed and step not in run.builder.open:
+            raise WireError(
+                f"{len(run.builder.open)} steps of run {run.name} are open, step {step} would be one more"
+            )
+        if last >= 0 and step - last > most:
+            raise WireError(
+                f"step {step} is {step - last - 1} ahead of the next of run {run.name}, max_open_steps is {most}"
+            )
 
     def _step(self, run: Run, message: Step) -> None:
         name = run.name
@@ -481,9 +504,12 @@ class Service:
                 key: value if abs(value) < float("inf") else str(value)
                 for key, value in message.values.items()
             }
-            self.journal.add_step(
-                name, message.step, {"seconds": dict(fresh), "values": values, "source": message.source}
-            )
+            if run.processes[message.source].kept.admits():
+                self.journal.add_step(
+                    name, message.step, {"seconds": dict(fresh), "values": values, "source": message.source}
+                )
+            else:
+                self.journal.leave_out()
 
     def _probe(self, run: Run, before: Probe | None, message: Probe) -> None:
         sent, seconds = message.sent, message.probe_seconds
@@ -513,7 +539,7 @@ class Service:
 
     def _judge_run(self, run: Run, now: float) -> None:
         while (state := run.due(now)) is not None:
-            self.enforcer.judge(run, run.builder.close(state, now), now)
+            self.enforcer.judge(run, run.close(state, now), now)
         if run.silent_too_long(now):
             self.enforcer.judge(run, None, now)
         if run.over and not run.builder.open and run.session >= 0:
@@ -558,6 +584,7 @@ class Service:
         if run.session >= 0:
             self.journal.end_run(run.session)
             run.session = -1
+            self._share()
         self.keeper.release(run.name)
         self.metrics.finish_run(run.name)
         for process in run.processes.values():

@@ -2,7 +2,8 @@
 """Compares the weights of both sides by name: shards add up mod 2^64, replicas are compared one by one.
 
 A source that covers a whole tensor is a copy of its own; sources that cover parts are added up within their
-replica. What is not covered or could not be read is unknown, never equal.
+replica. What is not covered or could not be read is unknown, never equal. Memory is bounded: the versions reported first go
+first, and a report for which there is no room at all is refused.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from isoexec.contracts.errors import WireError
 from isoexec.contracts.window import WeightBreak
 from isoexec.contracts.wire import Weights
 
@@ -17,6 +19,8 @@ __all__ = ["WeightLedger"]
 
 _MASK = (1 << 64) - 1
 _KEPT_VERSIONS = 8
+_LIMIT_BYTES = 512 << 20
+_PART_BYTES = 320  # what a part costs, with its place in two maps
 _LISTED = 256
 """Breaks listed of one window; a run whose every tensor differs needs no longer list."""
 
@@ -36,6 +40,7 @@ class _Part:
 class _Version:
     parts: dict[str, dict[str, _Part]] = field(default_factory=dict)  # tensor -> source -> part
     unknown: dict[str, set[str]] = field(default_factory=dict)  # tensor -> sources
+    bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +50,31 @@ class _Whole:
 
 
 class WeightLedger:
-    """What each side of one run said about its weights, the last few versions of it."""
+    """What each side of one run said about its weights, the last few versions of it that came."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, limit_bytes: int = _LIMIT_BYTES) -> None:
+        self._limit = limit_bytes
         self._sides: dict[str, dict[int, _Version]] = {"engine": {}, "trainer": {}}
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held, about."""
+        return sum(version.bytes for side in self._sides.values() for version in side.values())
+
     def add(self, message: Weights, replica: str = "") -> None:
-        """Take a rank's partial sums; a repeated report of one source replaces its earlier one."""
+        """Take a rank's partial sums; a repeated report of one source replaces its earlier one.
+
+        Raises WireError where one version alone has more names and ranks than there is room for.
+        """
         side = self._sides.get(message.role)
         if side is None:
             return
         version = side.setdefault(message.weight_version, _Version())
+        names = [name for name in message.tensors if message.source not in version.parts.get(name, ())]
+        names += [name for name in message.unknown if message.source not in version.unknown.get(name, ())]
+        size = sum(map(len, names)) + _PART_BYTES * len(names)
+        self._make_room(version, size)
+        version.bytes += size
         zero = set(message.zero)
         for name, lanes in message.tensors.items():
             part = _Part(
@@ -64,8 +83,21 @@ class WeightLedger:
             version.parts.setdefault(name, {})[message.source] = part
         for name in message.unknown:
             version.unknown.setdefault(name, set()).add(message.source)
-        for old in sorted(side)[:-_KEPT_VERSIONS]:
+        # in the order in which they came: a number far ahead of all others must not push these out
+        for old in list(side)[:-_KEPT_VERSIONS]:
             del side[old]
+
+    def _make_room(self, current: _Version, size: int) -> None:
+        over = self.held_bytes + size - self._limit
+        for side in self._sides.values():
+            for number, version in list(side.items()):
+                if over > 0 and version is not current:
+                    over -= version.bytes
+                    del side[number]
+        if over > 0:
+            raise WireError(
+                f"weights: {self._limit} bytes are held at most, and one version has more names and ranks than that"
+            )
 
     def has(self, role: str, weight_version: int) -> bool:
         return weight_version in self._sides.get(role, {})

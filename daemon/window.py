@@ -35,6 +35,8 @@ class StepState:
     sampling: set[tuple[str, str, str]] = field(default_factory=set)
     versions: set[tuple[int, int]] = field(default_factory=set)
     reported: bool = False  # a step message came
+    late: bool = False  # holds nothing but what came for steps already judged
+    since: float = 0.0  # when the first of it came
     unpaired: dict[str, int] = field(default_factory=dict)  # tokens that met nothing at all, by role
 
     @property
@@ -46,7 +48,10 @@ class StepState:
         return found
 
     def pair(self, pair: tuple[str, str]) -> PairAccumulator:
-        return self.accumulators.setdefault(pair, PairAccumulator(pair))
+        found = self.accumulators.get(pair)
+        if found is None:  # one is dear to make
+            found = self.accumulators[pair] = PairAccumulator(pair)
+        return found
 
     def stats(self) -> tuple[PairStats, ...]:
         """Give the statistics of each pair, whole: for the window of a closed step, not for every frame."""
@@ -78,12 +83,28 @@ class StepBuilder:
         self._trainer_cases: set[str] = set()
 
     def _state(self, step: int, now: float) -> StepState:
-        # what comes for a step already judged is judged with the next one: no window is made twice
-        step = max(step, self.closed + 1)
-        state = self.open.get(step)
+        """Give the open state that takes what came for a step.
+
+        What comes for a step already judged is judged with the next one: no window is made twice. It opens no step
+        of its own, which would number the next window past what the job has done: it waits for one.
+        """
+        late = step <= self.closed
+        state = self.open[min(self.open)] if late and self.open else self.open.get(step)
         if state is None:
-            state = StepState(step=step, touched=now, samples=SampleBuffer(self._config.sample_tokens))
-            self.open[step] = state
+            state = next((one for one in self.open.values() if one.late), None)
+            if state is None:
+                state = StepState(
+                    step=step,
+                    touched=now,
+                    samples=SampleBuffer(self._config.sample_tokens),
+                    late=late,
+                    since=now,
+                )
+            else:
+                del self.open[state.step]
+            state.step = max(step, self.closed + 1)
+            self.open[state.step] = state
+        state.late = state.late and late
         state.touched = now
         return state
 
@@ -99,7 +120,7 @@ class StepBuilder:
                 frame.counted_in(state.step)
             state.weight_version = max(state.weight_version, message.weight_version)
             if role == "trainer":
-                self._finish_before(state.step, now)
+                self._finish_before(message.step, now)
         self._attributes.note(message)
         for batch in self.pairing.add(message, now, self._unpaired_at(now), frame):
             self._batch(batch, now)
@@ -123,20 +144,24 @@ class StepBuilder:
 
     def step(self, message: Step, now: float, frame: Frame | None = None) -> None:
         """Take the end of a step as the job reports it: this step and those before are complete."""
+        if message.step <= self.closed and not any(one.late for one in self.open.values()):
+            return  # another rank says it of what is judged already
         state = self._state(message.step, now)
         if frame is not None:
             frame.counted_in(state.step)
         state.reported = True
         state.weight_version = max(state.weight_version, message.weight_version)
-        self._finish_before(state.step + 1, now)
+        self._finish_before(message.step + 1, now)
 
     def _finish_before(self, step: int, now: float) -> None:
         for state in self.open.values():
-            if state.step < step and state.finished is None:
+            if state.step < step and state.finished is None and not state.late:
                 state.finished = now
 
     def finish_all(self, now: float) -> None:
         """Say that nothing more will come."""
+        for state in self.open.values():
+            state.late = False
         self._finish_before(1 << 62, now)
 
     def due(self, now: float, *, weights_awaited: bool = False, final: bool = False) -> StepState | None:
@@ -144,7 +169,7 @@ class StepBuilder:
 
         A finished step is due once both sides are there, no token waits and all is quiet, or `settle_seconds`
         later. With a side missing it is due `window_seconds` later, or sooner where the run is over (`final`). A
-        step that nobody finishes is due when nothing came for so long.
+        step that nobody finishes is due when nothing came for so long, and so is what came late and meets no next step.
         """
         while self.open:
             state = self.open[min(self.open)]
@@ -157,8 +182,11 @@ class StepBuilder:
             del self.open[state.step]
         if not self.open:
             return None
+        if state.finished is None and final:
+            state.finished = now
         if state.finished is None:
-            return state if now - state.touched >= self._config.window_seconds else None
+            since = state.since if state.late else state.touched
+            return state if now - since >= self._config.window_seconds else None
         age = now - state.finished
         if final and age >= self._config.settle_seconds:
             return state
@@ -189,7 +217,7 @@ class StepBuilder:
         return _Evicted(self, now)
 
     def evicted(self, gone: Gone, now: float) -> None:
-        self._count_unpaired(self._state(max(gone.step, self.closed + 1), now), gone)
+        self._count_unpaired(self._state(gone.step, now), gone)
 
     def _count_unpaired(self, state: StepState, gone: Gone) -> None:
         """Count records against each pair of cases in which they were awaited and met nobody."""

@@ -5,13 +5,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from isoexec.contracts.errors import WireError
 from isoexec.contracts.schema import Contract, library
-from isoexec.contracts.wire import Attestation
+from isoexec.contracts.wire import Attestation, Hello
+from isoexec.daemon.config import Config
+from isoexec.daemon.judge import Judge, rules_for
+from isoexec.daemon.runs import Run
 from isoexec.daemon.verify import Findings, verify
+from isoexec.daemon.window import StepBuilder
 
 CANARY = "sha256:" + "c" * 64
 
@@ -189,3 +195,47 @@ def test_one_version_for_all_processes(contract: Contract) -> None:
     )
     (one,) = found(bound, engine, trainer).environment
     assert (one.name, one.role, one.found) == ("torch", "trainer", "2.0")
+
+
+def test_every_rank_that_a_driver_speaks_for_is_kept_and_a_missing_one_is_silent(contract: Contract) -> None:
+    config = Config(state_dir=Path())
+    greeting: dict[str, Any] = {
+        "regime": "bitwise",
+        "monitor_only": False,
+        "contract": contract.to_dict(),
+        "identities": contract.identities.to_dict(),
+    }
+    hellos = [
+        Hello(run="r", role=role, source=f"host:1:{role}0", **greeting) for role in ("engine", "trainer")
+    ]
+    run = Run(
+        name="r", config=config, reference=hellos[0], contract=contract, judge=Judge(rules_for("bitwise")), session=1,
+        builder=StepBuilder(config, pending_tokens=1),
+    )  # fmt: skip
+    identities = contract.identities.to_dict()
+    for hello in hellos:
+        assert run.greet(hello, 0.0).accepted
+    run.take(attestation(contract, "trainer", identities=identities), 0.0)
+    whole = attestation(contract, "engine", identities=identities)
+    regions = dict(whole.regions)
+    left_out = regions.popitem()[0]
+
+    def silences() -> set[tuple[str, str]]:
+        return {(one.role, one.what) for one in run.window(None, 1.0)[0].silence if one.what == "attestation"}
+
+    run.take(dataclasses.replace(whole, rank=0, world=2, regions=regions), 0.0)
+    assert silences() == {("engine", "attestation")}
+    run.take(dataclasses.replace(whole, rank=1, world=2), 0.0)
+    assert silences() == set()
+    for rank in (0, 1):
+        source = f"host:2:trainer{rank}"
+        assert run.greet(dataclasses.replace(hellos[1], source=source, rank=rank, world=2), 0.0).accepted
+        run.take(attestation(contract, "trainer", source, identities=identities, rank=rank, world=2), 0.0)
+    run.bye("host:1:trainer0", 0.5)
+    run.bye("host:2:trainer0", 0.5)
+    assert silences() == set()  # the rank that is left is not alone: the other was there
+    assert [(one.region, one.kind) for one in run.window(None, 1.0)[0].region_breaks] == [
+        (left_out, "missing")
+    ]
+    with pytest.raises(WireError, match="rank 2 of 2"):
+        run.take(dataclasses.replace(whole, rank=2, world=2), 0.0)

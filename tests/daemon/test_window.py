@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from isoexec.contracts.wire import Logprobs, Step
+from isoexec.daemon.clock import FairClock
 from isoexec.daemon.config import Config
 from isoexec.daemon.window import StepBuilder, StepState
 
@@ -177,6 +178,43 @@ def test_what_comes_late_is_judged_with_the_next_step() -> None:
     assert state.unpaired == {"engine": 1}
 
 
+def test_what_comes_late_does_not_number_steps_that_nobody_did() -> None:
+    steps = builder()
+    for step in range(1, 4):
+        steps.logprobs(logprobs("engine_decode", step, "ab"), 10.0 * step)
+        steps.logprobs(logprobs("trainer_score", step, "a"), 10.0 * step)
+        steps.step(done(step), 10.0 * step)
+        state = taken(steps, 10.0 * step + 2.0)
+        assert state is not None
+        assert state.step == step
+        # a rank that is slow, and the other ranks that say the same step is done
+        steps.logprobs(logprobs("trainer_score", step, "b"), 10.0 * step + 3.0)
+        steps.step(done(step), 10.0 * step + 3.0)
+        assert taken(steps, 10.0 * step + 9.0) is None
+    assert steps.closed == 3
+    steps.finish_all(50.0)
+    state = taken(steps, 53.0, final=True)
+    assert state is not None
+    assert state.unpaired == {"trainer": 1}
+
+
+def test_a_job_that_goes_back_to_an_earlier_step_is_still_judged() -> None:
+    steps = builder()
+    steps.logprobs(logprobs("engine_decode", 100), 0.0)
+    steps.logprobs(logprobs("trainer_score", 100), 0.0)
+    steps.step(done(100), 0.0)
+    assert taken(steps, 1.0) is not None
+    tokens = 0
+    for step in range(50, 65):
+        now = 10.0 * (step - 49)
+        steps.logprobs(logprobs("engine_decode", step, "c"), now)
+        steps.logprobs(logprobs("trainer_score", step, "c"), now)
+        steps.step(done(step), now)
+        state = taken(steps, now + 5.0)
+        tokens += sum(stats.tokens for stats in state.stats()) if state else 0
+    assert tokens >= 12  # a window a minute
+
+
 def test_the_end_of_a_run_leaves_no_claim_about_what_was_never_trained() -> None:
     steps = builder()
     steps.logprobs(logprobs("engine_decode", 5), 0.0)
@@ -229,3 +267,14 @@ def test_a_lag_gives_rollouts_one_more_step(lag: int) -> None:
     steps.step(done(2), 2.0)
     second = taken(steps, 3.0)
     assert (second is not None) == bool(lag)
+
+
+def test_the_clock_stands_nearly_still_while_the_daemon_is_behind() -> None:
+    clock = FairClock(0.0)
+    for now in range(1, 11):  # each time, what waited is still there
+        clock.tick(float(now), waiting=5, done=0)
+    assert clock.late == pytest.approx(0.9 * 9)
+    clock.tick(11.0, waiting=5, done=5)  # caught up with those
+    assert clock.late == pytest.approx(0.9 * 9)
+    clock.tick(31.0, waiting=0, done=10)  # stopped for 20 s
+    assert clock.late == pytest.approx(0.9 * 9 + 19)

@@ -9,7 +9,8 @@ holds inputs that once broke something, of which mutation starts too. Doors:
   closed and counted in `isoexec_decode_errors_total`, exactly once; the daemon lives and its log has no traceback;
 - `http`: raw bytes to its HTTP port: whatever comes back is a status below 500, or the stream is closed.
 
-After all of it a good peer still gets its welcome and a scrape is well formed. Prints counts; exit code 1 on the first failure,
+After all of it a good peer still gets its welcome, a scrape is well formed, and resident memory of the process behind the door is
+what it was after the first tenth of the inputs, but for 16 MiB. Prints counts; exit code 1 on the first failure,
 whose input is written to `corpus/` under its digest.
 """
 
@@ -226,6 +227,12 @@ def http(daemon: Daemon, data: bytes, rng: random.Random) -> str:
     return status
 
 
+def resident_mib(pid: int | str) -> int:
+    """Resident memory of a process."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) >> 10 for line in lines if line.startswith("VmRSS:"))
+
+
 def keep(kind: str, data: bytes) -> Path:
     path = CORPUS / f"{kind}-{xxhash.xxh3_64_hexdigest(data)}"
     path.write_bytes(data)
@@ -246,7 +253,7 @@ def fuzz(door: str, count: int, seed: int) -> Counter[str]:
             stack.callback(daemon.close)
             one, to = daemon, http if door == "http" else frames
             put = lambda data: to(one, data, rng)  # noqa: E731
-        refused = 0
+        refused, process = 0, daemon.process.pid if daemon is not None else "self"
         for number in range(count):
             # each base as it is, then mutations
             data = bases[number] if number < len(bases) else mutate(rng.choice(bases), bases, rng)
@@ -258,8 +265,13 @@ def fuzz(door: str, count: int, seed: int) -> Counter[str]:
                 raise BrokenError(
                     f"{door} {number} of seed {seed}: {error}; kept as {keep(kind, data)}"
                 ) from error
+            if number == count // 10:
+                found["mib_before"] = resident_mib(process)
             if door == "frames":
                 refused += reader(data, random.Random(0)) != "read"  # noqa: S311
+        found["mib_after"] = resident_mib(process)
+        if found["mib_after"] > found["mib_before"] + 16:
+            raise BrokenError(f"memory grew from {found['mib_before']} to {found['mib_after']} MiB")
         if door == "frames" and daemon is not None:
             counted = int(daemon.metrics()["isoexec_decode_errors_total"])
             # beside what no reader takes, the daemon refuses good frames out of place, each at the cost of its stream

@@ -138,13 +138,15 @@ def test_ids_may_be_lists_or_arrays_of_any_width(tmp_path: Path, listener: Any) 
 
 
 def test_both_sides_of_a_job_send_the_same_sample(tmp_path: Path, listener: Any) -> None:
-    client = Client(settings(tmp_path), "engine")
-    client.connect()
-    tap = LogprobTap(client, one_in=3)
+    taps = {}
+    for role in ("engine", "trainer"):
+        client = Client(settings(tmp_path), role)
+        client.connect()
+        taps[role] = LogprobTap(client, one_in=3)
     rows = [[1, i, i + 1, i + 2] for i in range(40)]
     engine = [ScoredSequence(prompt=r[:2], response=r[2:], logprobs=np.zeros(2, np.float32)) for r in rows]
     trainer = from_padded(np.array(rows), np.zeros((40, 4), np.float32), [2] * 40, [4] * 40)
-    assert tap.record("engine_decode", engine, step=0, weight_version=0) == tap.record(
+    assert taps["engine"].record("engine_decode", engine, step=0, weight_version=0) == taps["trainer"].record(
         "trainer_score", trainer, step=0, weight_version=0
     )
     first, second = listener.wait(wire.Logprobs, 2)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hundreds of ranks at one daemon: real clients in real processes, every token accounted for.
 
-`python tests/soak/ranks.py [--minutes 1] [--ranks 512] [--runs 4] [--stall 20]`; not run by the suite. Each run is a process that
+`python tests/soak/ranks.py [--minutes 1] [--ranks 512] [--runs 4] [--stall 20] [--step-seconds 1]`; not run by the suite. Each
+run is a process that
 holds the clients of its ranks, half of them engines and half trainers. Every step each engine sends sequences, the trainer of
 the same number sends them too, but for one that only the engine has and one that only the trainer has. In the middle the
 daemon is stopped for `--stall` seconds (SIGSTOP), so that queues fill and drop. At the end, per run and side:
 
-    tokens that `send` took = tokens paired + tokens unpaired          messages that `send` dropped = messages dropped
+    tokens that `send` took = tokens paired + tokens unpaired
+    messages that `send` dropped = messages dropped
 
 as the daemon counts them; also the daemon's resident memory after warm-up, the time of a scrape, and how long `send` blocked.
 Exit code 1 where an account does not close, memory grew by more than 3 % and 8 MiB, or the median scrape took more than 100 ms.
@@ -37,7 +39,6 @@ from isoexec.contracts import wire
 from isoexec.probes.client import Client, ProbeSettings
 
 SEQUENCES, TOKENS = 16, 128
-STEP_SECONDS = 1.0
 PAIR = "engine_decode:trainer_score"
 
 
@@ -61,7 +62,7 @@ def sequences(run: str, step: int, rank: int, side: str) -> dict[str, Any]:
     }
 
 
-def drive(run: str, state_dir: Path, pairs: int, seconds: float, told: Any) -> None:
+def drive(run: str, state_dir: Path, pairs: int, seconds: float, step_seconds: float, told: Any) -> None:
     """All ranks of one run; puts what they sent, dropped and waited into `told`."""
     settings = ProbeSettings(run=run, state_dir=state_dir, regime="bf16_dense")
     sides = {
@@ -77,7 +78,7 @@ def drive(run: str, state_dir: Path, pairs: int, seconds: float, told: Any) -> N
     deadline, step = time.monotonic() + seconds, 0
     while time.monotonic() < deadline:
         step += 1
-        next_step = time.monotonic() + STEP_SECONDS
+        next_step = time.monotonic() + step_seconds
         for rank in range(pairs):
             for role in ("engine", "trainer"):
                 fields = sequences(run, step, rank, role)
@@ -88,8 +89,8 @@ def drive(run: str, state_dir: Path, pairs: int, seconds: float, told: Any) -> N
                 blocked.append(time.perf_counter() - start)
                 sent[role] += SEQUENCES * TOKENS * kept
             # spread over the step as ranks of a job are
-            time.sleep(max(0.0, next_step - STEP_SECONDS * (1 - rank / pairs) - time.monotonic()))
-        sides["trainer"][0].send(wire.Step, step=step, weight_version=step, seconds={"step": STEP_SECONDS})
+            time.sleep(max(0.0, next_step - step_seconds * (1 - rank / pairs) - time.monotonic()))
+        sides["trainer"][0].send(wire.Step, step=step, weight_version=step, seconds={"step": step_seconds})
         time.sleep(max(0.0, next_step - time.monotonic()))
     for clients in sides.values():
         for client in clients:
@@ -151,6 +152,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=512)
     parser.add_argument("--runs", type=int, default=4)
     parser.add_argument("--stall", type=float, default=20.0, help="seconds of SIGSTOP in the middle; 0: none")
+    parser.add_argument("--step-seconds", type=float, default=1.0, help="of each run's steps")
     chosen = parser.parse_args()
     seconds = chosen.minutes * 60
     with tempfile.TemporaryDirectory(prefix="isoexec-soak-") as folder:
@@ -161,7 +163,10 @@ def main() -> int:
         told: Any = context.Queue()
         runs = [f"soak-{i}" for i in range(chosen.runs)]
         pairs = chosen.ranks // chosen.runs // 2
-        workers = [context.Process(target=drive, args=(run, state_dir, pairs, seconds, told)) for run in runs]
+        workers = [
+            context.Process(target=drive, args=(run, state_dir, pairs, seconds, chosen.step_seconds, told))
+            for run in runs
+        ]
         for worker in workers:
             worker.start()
         while "isoexec_step{" not in scrape(address)[1]:
@@ -227,6 +232,9 @@ def main() -> int:
                     "rss_mib": {
                         "warm": round(statistics.median(warm) / 2**20, 1),
                         "late": round(statistics.median(late) / 2**20, 1),
+                        "over_time": [
+                            round(size / 2**20) for _, size in memory[:: max(len(memory) // 20, 1)]
+                        ],
                     },
                     "send_blocked_ms_p50_p99_max": [[round(v, 3) for v in row["blocked_ms"]] for row in rows],
                 }
