@@ -146,6 +146,17 @@ def accounts(text: str, rows: list[dict[str, Any]]) -> list[str]:
     return wrong
 
 
+def numbered(address: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Runs whose windows are numbered past what they did; one window may come after, of what was late at the end."""
+    wrong = []
+    for row in rows:
+        with urllib.request.urlopen(f"{address}/api/v1/runs/{row['run']}", timeout=60) as answer:  # noqa: S310
+            step = json.loads(answer.read())["step"]
+        if step is None or step > row["steps"] + 1:
+            wrong.append(f"{row['run']}: {row['steps']} steps were done, the last window is of step {step}")
+    return wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=1.0)
@@ -198,6 +209,7 @@ def main() -> int:
             time.sleep(5)
             text = scrape(address)[1]
             wrong = accounts(text, rows)
+        wrong += numbered(address, rows)
         cpu = (
             sum(map(int, Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
             / 100
