@@ -13,8 +13,8 @@ import math
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
+from isoexec.contracts import wire_checks as checks
 from isoexec.contracts.errors import WireError
 
 __all__ = [
@@ -62,86 +63,8 @@ ROLES = ("engine", "trainer", "driver")
 CASES = ("engine_prefill", "engine_decode", "trainer_fwd", "trainer_recompute", "trainer_score")
 
 _PREFIX = struct.Struct("<4sII")
-_U64 = 1 << 64
-_NAME_LIMIT = 512
-_NESTING_LIMIT = 32
 
 Buffer = bytes | memoryview
-Check = Callable[[Any], bool]
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= _NAME_LIMIT
-
-
-def _long_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _integer(value: Any) -> bool:
-    # what a float and a JSON reader hold exactly
-    return isinstance(value, int) and not isinstance(value, bool) and -(1 << 53) <= value <= 1 << 53
-
-
-def _count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _U64
-
-
-def _flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _seconds(value: Any) -> bool:
-    return _number(value) and math.isfinite(value)
-
-
-def _mapping(of: Check) -> Check:
-    return lambda value: (
-        isinstance(value, dict) and all(_text(name) and of(item) for name, item in value.items())
-    )
-
-
-def _sequence(of: Check) -> Check:
-    return lambda value: isinstance(value, list | tuple) and all(of(item) for item in value)
-
-
-def _optional(of: Check) -> Check:
-    return lambda value: value is None or of(value)
-
-
-def _one_of(*names: str) -> Check:
-    return lambda value: value in names
-
-
-def _plain(value: Any, depth: int = 0) -> bool:
-    """Whether a value is made of what JSON has, nested no deeper than a contract needs."""
-    if depth > _NESTING_LIMIT:
-        return False
-    if value is None or isinstance(value, str | int | float | bool):
-        return True
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _plain(item, depth + 1) for key, item in value.items())
-    return isinstance(value, list | tuple) and all(_plain(item, depth + 1) for item in value)
-
-
-def _words(value: Any) -> bool:
-    return _sequence(_count)(value) and len(value) == 2
-
-
-def _difference(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 3 and _long_text(value[0]) and _plain(value[1:])
-
-
-def _wire(check: Check, wanted: str, **kwargs: Any) -> Any:
-    return field(metadata={"check": check, "wanted": wanted}, **kwargs)
-
-
-def _array(dtype: str, dims: int, **kwargs: Any) -> Any:
-    return field(metadata={"dtype": dtype, "dims": dims}, repr=False, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +74,7 @@ class _Layout:
     names: frozenset[str]
     required: tuple[str, ...]
     plain: tuple[str, ...]
-    checks: tuple[tuple[str, Check, str], ...]
+    checks: tuple[tuple[str, checks.Check, str], ...]
     arrays: Mapping[str, tuple[np.dtype[Any], int]]
 
 
@@ -194,11 +117,11 @@ class Message:
 
     TYPE: ClassVar[str] = ""
 
-    run: str = _wire(_text, "a string")
-    role: str = _wire(_one_of(*ROLES, "daemon"), f"one of {', '.join(ROLES)}")
-    source: str = _wire(_text, "a string host:pid:rank")
-    seq: int = _wire(_count, "a count", default=0)
-    time: float = _wire(_seconds, "finite unix seconds", default=0.0)
+    run: str = checks.checked(checks.text, "a string")
+    role: str = checks.checked(checks.one_of(*ROLES, "daemon"), f"one of {', '.join(ROLES)}")
+    source: str = checks.checked(checks.text, "a string host:pid:rank")
+    seq: int = checks.checked(checks.count, "a count", default=0)
+    time: float = checks.checked(checks.seconds, "finite unix seconds", default=0.0)
 
     def __post_init__(self) -> None:
         layout = _layout(type(self))
@@ -242,19 +165,25 @@ class Hello(Message):
 
     TYPE: ClassVar[str] = "hello"
 
-    rank: int = _wire(_count, "a rank", default=0)
-    world: int = _wire(_count, "a world size", default=1)
-    replica: str = _wire(_text, "a string", default="")
-    pid: int = _wire(_count, "a process id", default=0)
-    versions: Mapping[str, str] = _wire(_mapping(_text), "{name: version}", default_factory=dict)
-    regime: str = _wire(_text, "a regime name")
-    monitor_only: bool = _wire(_flag, "a bool")
-    policy: str = _wire(_one_of("fail_open", "fail_closed"), "fail_open or fail_closed", default="fail_open")
-    contract: Mapping[str, Any] | None = _wire(
-        _optional(lambda v: isinstance(v, dict) and _plain(v)), "a contract dict or null", default=None
+    rank: int = checks.checked(checks.count, "a rank", default=0)
+    world: int = checks.checked(checks.count, "a world size", default=1)
+    replica: str = checks.checked(checks.text, "a string", default="")
+    pid: int = checks.checked(checks.count, "a process id", default=0)
+    versions: Mapping[str, str] = checks.checked(
+        checks.mapping(checks.text), "{name: version}", default_factory=dict
     )
-    identities: Mapping[str, str] | None = _wire(
-        _optional(_mapping(_text)), "{identity: digest} or null", default=None
+    regime: str = checks.checked(checks.text, "a regime name")
+    monitor_only: bool = checks.checked(checks.flag, "a bool")
+    policy: str = checks.checked(
+        checks.one_of("fail_open", "fail_closed"), "fail_open or fail_closed", default="fail_open"
+    )
+    contract: Mapping[str, Any] | None = checks.checked(
+        checks.optional(lambda v: isinstance(v, dict) and checks.plain(v)),
+        "a contract dict or null",
+        default=None,
+    )
+    identities: Mapping[str, str] | None = checks.checked(
+        checks.optional(checks.mapping(checks.text)), "{identity: digest} or null", default=None
     )
 
 
@@ -264,11 +193,11 @@ class Welcome(Message):
 
     TYPE: ClassVar[str] = "welcome"
 
-    accepted: bool = _wire(_flag, "a bool")
-    differences: tuple[tuple[str, Any, Any], ...] = _wire(
-        _sequence(_difference), "[[path, theirs, ours], ...]", default=()
+    accepted: bool = checks.checked(checks.flag, "a bool")
+    differences: tuple[tuple[str, Any, Any], ...] = checks.checked(
+        checks.sequence(checks.difference), "[[path, theirs, ours], ...]", default=()
     )
-    message: str = _wire(_long_text, "a string", default="")
+    message: str = checks.checked(checks.long_text, "a string", default="")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -283,21 +212,25 @@ class Attestation(Message):
 
     TYPE: ClassVar[str] = "attestation"
 
-    reason: str = _wire(_one_of("start", "sync", "periodic"), "start, sync or periodic")
-    step: int = _wire(_integer, "an integer")
-    weight_version: int = _wire(_integer, "an integer")
-    identities: Mapping[str, str] | None = _wire(
-        _optional(_mapping(_text)), "{identity: digest} or null", default=None
+    reason: str = checks.checked(checks.one_of("start", "sync", "periodic"), "start, sync or periodic")
+    step: int = checks.checked(checks.integer, "an integer")
+    weight_version: int = checks.checked(checks.integer, "an integer")
+    identities: Mapping[str, str] | None = checks.checked(
+        checks.optional(checks.mapping(checks.text)), "{identity: digest} or null", default=None
     )
-    topology: Mapping[str, int] = _wire(_mapping(_count), "{axis: degree}")
-    environment: Mapping[str, Any] = _wire(_mapping(_plain), "{name: value}", default_factory=dict)
-    regions: Mapping[str, Mapping[str, Any]] = _wire(
-        _mapping(_mapping(_plain)), "{region: {...}}", default_factory=dict
+    topology: Mapping[str, int] = checks.checked(checks.mapping(checks.count), "{axis: degree}")
+    environment: Mapping[str, Any] = checks.checked(
+        checks.mapping(checks.plain), "{name: value}", default_factory=dict
     )
-    rank: int = _wire(_count, "a rank", default=0)
-    world: int = _wire(_count, "a world size", default=1)
-    contract: Mapping[str, Any] | None = _wire(
-        _optional(lambda v: isinstance(v, dict) and _plain(v)), "a contract dict or null", default=None
+    regions: Mapping[str, Mapping[str, Any]] = checks.checked(
+        checks.mapping(checks.mapping(checks.plain)), "{region: {...}}", default_factory=dict
+    )
+    rank: int = checks.checked(checks.count, "a rank", default=0)
+    world: int = checks.checked(checks.count, "a world size", default=1)
+    contract: Mapping[str, Any] | None = checks.checked(
+        checks.optional(lambda v: isinstance(v, dict) and checks.plain(v)),
+        "a contract dict or null",
+        default=None,
     )
 
 
@@ -316,19 +249,19 @@ class Logprobs(Message):
 
     TYPE: ClassVar[str] = "logprobs"
 
-    case: str = _wire(_one_of(*CASES), f"one of {', '.join(CASES)}")
-    step: int = _wire(_integer, "an integer")
-    weight_version: int = _wire(_integer, "an integer")
-    temperature: float = _wire(_number, "a number", default=1.0)
-    logprobs_mode: str = _wire(_text, "a string", default="raw_logprobs")
-    digests: npt.NDArray[np.uint8] = _array("|u1", 2)  # noqa: RUF009
-    lengths: npt.NDArray[np.int32] = _array("<i4", 1)  # noqa: RUF009
-    starts: npt.NDArray[np.int32] = _array("<i4", 1)  # noqa: RUF009
-    logprobs: npt.NDArray[np.float32] = _array("<f4", 1)  # noqa: RUF009
-    tokens: npt.NDArray[np.int32] = _array("<i4", 1)  # noqa: RUF009
-    prefix_hit: npt.NDArray[np.int32] | None = _array("<i4", 1, default=None)  # noqa: RUF009
-    pack_index: npt.NDArray[np.int32] | None = _array("<i4", 1, default=None)  # noqa: RUF009
-    padding: npt.NDArray[np.int32] | None = _array("<i4", 1, default=None)  # noqa: RUF009
+    case: str = checks.checked(checks.one_of(*CASES), f"one of {', '.join(CASES)}")
+    step: int = checks.checked(checks.integer, "an integer")
+    weight_version: int = checks.checked(checks.integer, "an integer")
+    temperature: float = checks.checked(checks.number, "a number", default=1.0)
+    logprobs_mode: str = checks.checked(checks.text, "a string", default="raw_logprobs")
+    digests: npt.NDArray[np.uint8] = checks.array("|u1", 2)  # noqa: RUF009
+    lengths: npt.NDArray[np.int32] = checks.array("<i4", 1)  # noqa: RUF009
+    starts: npt.NDArray[np.int32] = checks.array("<i4", 1)  # noqa: RUF009
+    logprobs: npt.NDArray[np.float32] = checks.array("<f4", 1)  # noqa: RUF009
+    tokens: npt.NDArray[np.int32] = checks.array("<i4", 1)  # noqa: RUF009
+    prefix_hit: npt.NDArray[np.int32] | None = checks.array("<i4", 1, default=None)  # noqa: RUF009
+    pack_index: npt.NDArray[np.int32] | None = checks.array("<i4", 1, default=None)  # noqa: RUF009
+    padding: npt.NDArray[np.int32] | None = checks.array("<i4", 1, default=None)  # noqa: RUF009
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -378,13 +311,13 @@ class Weights(Message):
 
     TYPE: ClassVar[str] = "weights"
 
-    weight_version: int = _wire(_integer, "an integer")
-    step: int = _wire(_integer, "an integer")
-    tensors: Mapping[str, tuple[int, int]] = _wire(_mapping(_words), "{name: [lo, hi]}")
-    numel: Mapping[str, int] = _wire(_mapping(_count), "{name: count}")
-    total: Mapping[str, int] = _wire(_mapping(_count), "{name: count}")
-    unknown: tuple[str, ...] = _wire(_sequence(_text), "[name, ...]", default=())
-    zero: tuple[str, ...] = _wire(_sequence(_text), "[name, ...]", default=())
+    weight_version: int = checks.checked(checks.integer, "an integer")
+    step: int = checks.checked(checks.integer, "an integer")
+    tensors: Mapping[str, tuple[int, int]] = checks.checked(checks.mapping(checks.words), "{name: [lo, hi]}")
+    numel: Mapping[str, int] = checks.checked(checks.mapping(checks.count), "{name: count}")
+    total: Mapping[str, int] = checks.checked(checks.mapping(checks.count), "{name: count}")
+    unknown: tuple[str, ...] = checks.checked(checks.sequence(checks.text), "[name, ...]", default=())
+    zero: tuple[str, ...] = checks.checked(checks.sequence(checks.text), "[name, ...]", default=())
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -398,10 +331,14 @@ class Step(Message):
 
     TYPE: ClassVar[str] = "step"
 
-    step: int = _wire(_integer, "an integer")
-    weight_version: int = _wire(_integer, "an integer", default=-1)
-    seconds: Mapping[str, float] = _wire(_mapping(_seconds), "{name: seconds}", default_factory=dict)
-    values: Mapping[str, float] = _wire(_mapping(_number), "{name: number}", default_factory=dict)
+    step: int = checks.checked(checks.integer, "an integer")
+    weight_version: int = checks.checked(checks.integer, "an integer", default=-1)
+    seconds: Mapping[str, float] = checks.checked(
+        checks.mapping(checks.seconds), "{name: seconds}", default_factory=dict
+    )
+    values: Mapping[str, float] = checks.checked(
+        checks.mapping(checks.number), "{name: number}", default_factory=dict
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -410,10 +347,10 @@ class Probe(Message):
 
     TYPE: ClassVar[str] = "probe"
 
-    sent: int = _wire(_count, "a count")
-    dropped: int = _wire(_count, "a count")
-    bytes: int = _wire(_count, "a count", default=0)
-    probe_seconds: float = _wire(_seconds, "seconds", default=0.0)
+    sent: int = checks.checked(checks.count, "a count")
+    dropped: int = checks.checked(checks.count, "a count")
+    bytes: int = checks.checked(checks.count, "a count", default=0)
+    probe_seconds: float = checks.checked(checks.seconds, "seconds", default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -496,7 +433,7 @@ def _decode_arrays(
         wanted = known[name][0] if name in known else None
         if wanted is None or dtype != wanted.str or name in arrays:
             raise WireError(f"header.arrays: {_show(name)} of {_show(dtype)} is not an array of this message")
-        if not (_sequence(_count)(shape) and len(shape) <= 2):
+        if not (checks.sequence(checks.count)(shape) and len(shape) <= 2):
             raise WireError(f"header.arrays: shape of {name} is {_show(shape)}")
         size = math.prod(shape) * wanted.itemsize
         if offset + size > len(body):

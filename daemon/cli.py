@@ -154,7 +154,7 @@ async def _serve(config: Config) -> int:
     web = asyncio.create_task(server.run_on(bound))
     while not server.started and not web.done():
         await asyncio.sleep(0.005)
-    service.note(address, tcp=":".join(map(str, tcp.getsockname()[:2])) if tcp else None)
+    service.place.note(address, tcp=":".join(map(str, tcp.getsockname()[:2])) if tcp else None)
     print(f"isoexec daemon: {address}, state in {config.state_dir}", flush=True)
     stopping = asyncio.create_task(stop.wait())
     failing = asyncio.create_task(service.stream_failed())

@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import fcntl
-import json
 import os
 import signal
 import socket
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -32,7 +29,6 @@ from isoexec.contracts.wire import (
     Step,
     Weights,
     Welcome,
-    listen,
 )
 from isoexec.daemon.accounts import Frame
 from isoexec.daemon.clock import FairClock
@@ -45,6 +41,7 @@ from isoexec.daemon.journal import Journal
 from isoexec.daemon.judge import Judge, rules_for
 from isoexec.daemon.metrics import Metrics
 from isoexec.daemon.peers import SparseLog
+from isoexec.daemon.place import Place
 from isoexec.daemon.runs import Process, Run
 from isoexec.daemon.stream import Stream
 from isoexec.daemon.verify import Findings
@@ -65,8 +62,7 @@ class Service:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.state = StateDirectory(config.state_dir).make()
-        self._lock = self._take_lock()
-        self.started = time.time()
+        self.place = Place(self.state)
         # a rules file that cannot be read stops the start, not the first run
         rules_for(REGIMES[0], config.rules)
         self.journal = Journal.create(self.state.journal)
@@ -88,26 +84,14 @@ class Service:
         self._name = f"daemon:{os.getpid()}" + (f":shard{config.shard}" if self.stream else "")
         self._said = SparseLog()
         self.ready = False
-        self._socket_id = (0, 0)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._markers_at = 0.0
         self._clock = FairClock(time.monotonic())
         self.metrics.before_scrape(self._measure)
 
-    def _take_lock(self) -> int:
-        descriptor = os.open(self.state.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(descriptor)
-            raise ConfigError(
-                f"{self.state.path}: another daemon has this state directory; stop it, or choose --state-dir"
-            ) from error
-        return descriptor
-
     async def start(self, tcp: socket.socket | None = None) -> None:
         """Begin to listen, on a bound TCP socket too. Raises TokenError and ConfigError for files of it that are unfit."""
-        await self.ingest.start(self._listen(), tcp)
+        await self.ingest.start(self.place.listen(), tcp)
         self.keeper.beat()
         if resumed := self.keeper.resume():
             _log.warning("leases taken up", runs=resumed)
@@ -117,37 +101,19 @@ class Service:
             await self.stream.start()
         self.ready = True
 
-    def _listen(self) -> socket.socket:
-        listening = listen(self.state.path)
-        self._socket_id = _file_id(self.state.socket)
-        return listening
-
     async def _look_at_socket(self) -> None:
-        """Make the socket anew where it was removed or replaced: streams that are open stay, but no process could join."""
-        if _file_id(self.state.socket) == self._socket_id:
-            return
         try:
-            await self.ingest.listen_again(self._listen())
+            await self.place.tend(self.ingest.listen_again)
         except OSError as error:
             self.ready = False
             if (unsaid := self._said.due()) is not None:
                 _log.critical("no socket", path=str(self.state.socket), error=str(error), unsaid=unsaid)
             return
         self.ready = True
-        _log.critical("the socket was gone; made anew", path=str(self.state.socket))
 
     async def stream_failed(self) -> None:
         """Return once the stream has had to stop for good; never where there is none."""
         await (self.stream.failed.wait() if self.stream is not None else asyncio.Event().wait())
-
-    def note(self, http: str | None, tcp: str | None = None) -> None:
-        """Write down where this daemon is found."""
-        draft = self.state.path / ".daemon.json"
-        found = {"pid": os.getpid(), "http": http, "version": package_version(), "started": self.started}
-        if tcp:
-            found["tcp"] = tcp
-        draft.write_text(json.dumps(found, sort_keys=True) + "\n", encoding="utf-8")
-        draft.replace(self.state.daemon)
 
     async def close(self) -> None:
         """Take what was sent, judge what is complete, leave the leases to run out."""
@@ -161,9 +127,7 @@ class Service:
             task.cancel()
         self.keeper.close()
         self.journal.close()
-        self.state.daemon.unlink(missing_ok=True)
-        self.state.socket.unlink(missing_ok=True)
-        os.close(self._lock)
+        self.place.leave()
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -615,12 +579,3 @@ class Service:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-
-
-def _file_id(path: Path) -> tuple[int, int]:
-    """Give device and inode of a file; zeros where there is none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return 0, 0
-    return found.st_dev, found.st_ino
