@@ -106,7 +106,7 @@ _HEAD = (
 )
 _SEGMENTS = tuple(
     f"attention/hopper/{name}.py"
-    for name in ("backward", "fa3", "kernel", "naive", "ops", "reference", "split", "tiles")
+    for name in ("backward", "fa3", "kernel", "naive", "ops", "reference", "segments", "split", "tiles")
 )
 _RELAY = tuple(
     f"linear/hopper/{name}.py"
@@ -322,6 +322,13 @@ _ALL = (
         id="attention.mma_segments",
         version=1,
         kernels=(_sm90("attention", "Plan", "attention", "plan"),),
+        free=("kv_segment",),
+    ),
+    Function(  # the same result, with cuDNN's gradient, which is another function's: `frontend` says why
+        id="attention.mma_segments_cudnn",
+        version=1,
+        kernels=(_sm90("attention_cudnn", "Plan", "attention", "plan", also=_SEGMENTS),),
+        fixed=(("gradient", "cudnn_deterministic"),),
         free=("kv_segment",),
     ),
     Function(  # the same over a row's last keys; only the own kernel has it

@@ -57,6 +57,7 @@ _ROUTER = ("accumulate", "normalize", "ties")
 FUNCTIONS: dict[str, Computes] = {
     "attention.latent_segments/1": Computes(constants=("kv_segment",)),
     "attention.mma_segments/1": Computes(constants=("kv_segment",)),
+    "attention.mma_segments_cudnn/1": Computes(constants=("gradient", "kv_segment")),
     "attention.mma_window/1": Computes(constants=("kv_segment", "window")),
     "attention.segments/1": Computes(constants=("kv_segment", "query_tile")),
     "bias.add/1": Computes(),

@@ -16,7 +16,6 @@ import torch
 
 from isoexec.kernels.attention.hopper import ops, reference
 from isoexec.kernels.attention.hopper.backward import Walk
-from isoexec.kernels.attention.hopper.ops import attention
 from isoexec.kernels.gates.forward import many, touched
 from isoexec.kernels.gates.recipes import trainer_forwards
 from isoexec.kernels.gates.sequences import Batch, Span
@@ -27,7 +26,17 @@ if TYPE_CHECKING:
 
     from isoexec.kernels.gates.checking import Gate, Run
 
-__all__ = ["CASES", "Kind", "batches", "edges", "hang", "near_float64"]
+__all__ = [
+    "CASES",
+    "Kind",
+    "batches",
+    "edges",
+    "hang",
+    "near_float64",
+    "padded_at_the_end",
+    "partition_of_results",
+    "trained_batches",
+]
 
 CASES = ("engine_prefill", "engine_decode", "trainer_fwd", "trainer_recompute", "trainer_score")
 PAGES = (16, 64, 256)
@@ -38,6 +47,7 @@ PADDING = 61
 REQUESTS = (2, 7, 33, 200)
 OTHER_WALK = Walk(hold=64, step=32, warps=4, stages=2)
 APART = Walk(hold=64, step=32, warps=4, stages=2, apart=True)
+STORE = 4 << 30  # bytes in which every product can be written down
 ACCURACY = 2.0**-7  # of a gradient's norm: weights, their gradients and each result are rounded to bf16
 
 Decoding = Callable[[int], AbstractContextManager[object]]
@@ -53,41 +63,45 @@ class Kind:
     def __init__(
         self,
         *,
-        heads: Sequence[tuple[int, int, int]],
+        heads: Sequence[Any],
         trained: int,
         providers: Sequence[str],
         decodings: Mapping[str, Decoding],
-        others: Callable[[Run, Batch, Tensor], None],
+        others: Callable[[Run, Any, Tensor], None],
         covered: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self.heads, self.trained = tuple(heads), trained
         self.providers, self.decodings, self.others = tuple(providers), dict(decodings), others
         self.covered = covered
 
+    def named(self, heads: Any) -> str | int:
+        """Head counts, as a record's domain has them."""
+        H, KV, D = heads
+        return f"{H}/{KV}x{D}"
 
-def _qkv(
-    run: Run, rows: int, heads: tuple[int, int, int], lengths: Sequence[int], page: int, **scale: float
-) -> Batch:
-    H, KV, D = heads
-    q, k, v = (
-        many(run, rows, n, D, salt=i + salt, scale=size)
-        for i, (n, salt, size) in enumerate(((H, 1, scale.get("q", 3.0)), (KV, 20, 2.0), (KV, 40, 2.0)))
-    )
-    window = int(run.constants.get("window", 0))
-    return Batch(q, k, v, lengths, kv_segment=int(run.constants["kv_segment"]), page=page, window=window)
+    def batch(
+        self, run: Run, heads: Any, lengths: Sequence[int], page: int, of: type[Batch] = Batch, q: float = 3.0
+    ) -> Batch:
+        """Sequences of these lengths, queries of the size `q`."""
+        H, KV, D = heads
+        x, k, v = (
+            many(run, sum(lengths), n, D, salt=i + salt, scale=size)
+            for i, (n, salt, size) in enumerate(((H, 1, q), (KV, 20, 2.0), (KV, 40, 2.0)))
+        )
+        window = int(run.constants.get("window", 0))
+        return of(x, k, v, lengths, kv_segment=int(run.constants["kv_segment"]), page=page, window=window)
 
 
-def batches(run: Run, kind: Kind, most: int | None = None) -> Iterator[tuple[Batch, Tensor, bool]]:
+def batches(run: Run, kind: Kind, most: int | None = None) -> Iterator[tuple[Any, Tensor, bool]]:
     """Batches over the head counts, each as the packed forward computes it, and whether its gradients are covered."""
     S = int(run.constants["kv_segment"])
     run.covers(dtype=torch.bfloat16, case=CASES, **kind.covered())
     for i, heads in enumerate(run.pick(kind.heads[: kind.trained], kind.heads)[:most]):
-        run.covers(heads=f"{heads[0]}/{heads[1]}x{heads[2]}")
+        run.covers(heads=kind.named(heads))
         page = next(p for p in (*PAGES[i % 3 :], *PAGES) if S % p == 0)
         run.covers(page=page)
-        lengths = (2 * S + MORE, SHORT, S, S + 1, 1)
         with run.poisoned():
-            batch = _qkv(run, sum(lengths), heads, lengths, page)
+            batch = kind.batch(run, heads, (2 * S + MORE, SHORT, S, S + 1, 1), page)
             yield batch, batch.packed(), i < kind.trained
 
 
@@ -126,8 +140,7 @@ def case_parity(run: Run, kind: Kind) -> None:
                     _decoded(run, batch, spans, want, provider)
             _verified(run, batch, provider)
             if trained:
-                inputs = batch.q, batch.k, batch.v
-                for out in trainer_forwards(batch.call(provider=provider), *inputs).values():
+                for out in trainer_forwards(batch.call(provider=provider), *batch.inputs).values():
                     run.equal(out, want)
         kind.others(run, batch, want)
 
@@ -157,20 +170,17 @@ def _verified(run: Run, batch: Batch, provider: str) -> None:
 
 
 def _replayed(batch: Batch, spans: Sequence[Span], provider: str) -> Tensor:
-    index = torch.tensor([batch.starts[b] + a for b, a, _ in spans], device=batch.q.device)
-    sizes = {"requests": len(spans), "tokens": len(spans), "most_rows": 1, "page": batch.page}
-    step = batch.plan(**sizes, most_keys=max(batch.lengths), provider=provider)
-    q, position = batch.q[index], batch.position[index]
-    q_start, lengths = batch.ints(range(len(spans) + 1)), batch.ints([1 for _ in spans])
-    blocks = batch.blocks[[b for b, _, _ in spans]]
+    index, step, (q_start, lengths, blocks) = batch.step(spans, provider=provider)
+    q, position, ends = batch.q[index], batch.position[index], lengths.clone()
+    lengths.fill_(1)
     outs: list[Tensor] = []
 
     def call(_: int) -> None:
         step.fill(q_start, lengths, blocks=blocks)
-        outs.append(attention(q, batch.keys, batch.values, position, step, scale=batch.scale))
+        outs.append(batch.paged(q, position, step))
 
     graph = capture(call, 1)
-    lengths.copy_(batch.ints([e for _, _, e in spans]))  # the graph fills its tables itself
+    lengths.copy_(ends)  # the graph fills its tables itself
     graph.replay()
     torch.cuda.synchronize()
     return outs[-1]
@@ -196,6 +206,18 @@ def batch_invariance(run: Run, kind: Kind) -> None:
 
 def partition(run: Run, kind: Kind) -> None:
     """A rank owns whole KV groups: its heads' bits and gradients are theirs among all; ranks take turns in one process."""
+    partition_of_results(run, kind)
+    for batch, g, sinks in trained_batches(run, kind):
+        out, dq, dk, dv, dsinks = batch.gradients(g, sinks)
+        for ranks in [n for n in (2, 4, 8) if batch.k.shape[1] % n == 0]:
+            for rank in range(ranks):
+                own, queries, groups = batch.heads(rank, ranks)
+                theirs = out[:, queries], dq[:, queries], dk[:, groups], dv[:, groups], dsinks[queries]
+                run.equal(own.gradients(g[:, queries], sinks[queries]), theirs)
+
+
+def partition_of_results(run: Run, kind: Kind) -> None:
+    """Of what a forward pass gives."""
     for batch, want, trained in batches(run, kind):
         spans = [(0, p, p + 1) for p in edges(batch)]
         for ranks in run.over("TP", [n for n in (1, 2, 4, 8) if batch.k.shape[1] % n == 0]):
@@ -206,13 +228,6 @@ def partition(run: Run, kind: Kind) -> None:
                     got, index = own.rows(spans, provider=provider)
                     run.equal(got, want[index][:, queries])
         run.control("the_next_head", want.roll(1, 1), want)
-    for batch, g, sinks in _trained(run, kind):
-        out, dq, dk, dv, dsinks = batch.gradients(g, sinks)
-        for ranks in [n for n in (2, 4, 8) if batch.k.shape[1] % n == 0]:
-            for rank in range(ranks):
-                own, queries, groups = batch.heads(rank, ranks)
-                theirs = out[:, queries], dq[:, queries], dk[:, groups], dv[:, groups], dsinks[queries]
-                run.equal(own.gradients(g[:, queries], sinks[queries]), theirs)
 
 
 def resume(run: Run, kind: Kind) -> None:
@@ -221,7 +236,7 @@ def resume(run: Run, kind: Kind) -> None:
         early = n // 7
         cuts = ((0, early, S - 1, S, S + 1, n), (0, 1, 130 % n, 2 * S + 5, n), (0, S // 2, 3 * S // 2, n))
         for provider in providers(run, kind, trained):
-            for a, e in (pair for cut in cuts for pair in pairwise(sorted(cut))):
+            for a, e in (pair for cut in cuts for pair in pairwise(sorted(set(cut)))):
                 for folded in (True, False) if provider == "fa3" else (True,):
                     run.covers(folded=folded)
                     got, index = batch.rows([(0, a, e)], folded=folded, provider=provider)
@@ -231,6 +246,9 @@ def resume(run: Run, kind: Kind) -> None:
             run.equal(got, want[index])
         part, index = batch.rows([(0, early, S)], kv_segment=S // 2)
         run.control("segments_from_elsewhere", part, want[index])
+        stale = batch.alone(0)
+        stale.blocks[0, 0] = stale.blocks[0, 1]
+        run.control("a_stale_page", stale.rows([(0, early, S)])[0], want[early:S])
 
 
 def rerun(run: Run, kind: Kind) -> None:
@@ -245,28 +263,30 @@ def rerun(run: Run, kind: Kind) -> None:
                 run.equal(batch.rows(spans, provider=provider)[0], first)
         run.control("the_last_bit_of_one_in_seven", touched(want), want)
         if trained:
-            g = many(run, *batch.q.shape, salt=60)
+            g = many(run, *want.shape, salt=60)
             grads = batch.gradients(g)
             for _ in range(run.pick(1, 4)):
                 run.equal(batch.gradients(g), grads)
 
 
-def _trained(run: Run, kind: Kind) -> Iterator[tuple[Batch, Tensor, Tensor]]:
-    """Packed sequences with a gradient of their result, and sinks."""
+def trained_batches(
+    run: Run, kind: Kind, of: tuple[Sequence[int], Sequence[int]] | None = None
+) -> Iterator[tuple[Batch, Tensor, Tensor]]:
+    """Packed sequences with a gradient of their result, and sinks; `of`: their lengths, of a quick run and a full one."""
     run.covers(dtype=torch.bfloat16, **kind.covered())
     for heads in kind.heads[: kind.trained]:
         run.covers(heads=f"{heads[0]}/{heads[1]}x{heads[2]}")
-        lengths = run.pick(*TRAINED)
+        lengths = run.pick(*(of or TRAINED))
         with run.poisoned():
-            batch = _qkv(run, sum(lengths), heads, lengths, PAGES[0], q=2.0)
+            batch = kind.batch(run, heads, lengths, PAGES[0], q=2.0)
             g = many(run, *batch.q.shape, salt=60)
             yield batch, g, many(run, heads[0], salt=5, dtype=torch.float32, scale=4.0)
 
 
 def backward(run: Run, kind: Kind) -> None:
     """The gradients are the specification's by every walk, whoever computed the result; close to float64; padding is nothing."""
-    for batch, g, sinks in _trained(run, kind):
-        n, (T, H, D) = batch.lengths[0], batch.q.shape
+    for batch, g, sinks in trained_batches(run, kind):
+        T, H, D = batch.q.shape
         want = batch.specified(g, sinks)
         for provider in run.over("provider", kind.providers):
             run.equal(batch.gradients(g, sinks, provider=provider), want)
@@ -276,7 +296,8 @@ def backward(run: Run, kind: Kind) -> None:
         walks: dict[str, dict[str, Any]] = {
             "products computed twice": {"workspace": 0},
             "a KV group at a time": {"workspace": room * H // batch.k.shape[1]},
-            "other blocks": {"key": OTHER_WALK, "stored": OTHER_WALK},
+            "products written down": {"workspace": STORE},
+            "other blocks": {"workspace": STORE, "key": OTHER_WALK, "stored": OTHER_WALK},
             "other blocks, computed twice": {"workspace": 0, "key": APART, "query": OTHER_WALK},
         }
         for name in run.over("walk", walks if D < 256 else list(walks)[:2]):
@@ -284,15 +305,21 @@ def backward(run: Run, kind: Kind) -> None:
         near_float64(run, batch, g, plain)
         at = batch.sequence(2)
         run.equal(batch.alone(2).gradients(g[at]), [x[at] for x in plain])
-        rows = [
-            torch.cat([x[:n], many(run, PADDING, *x.shape[1:], salt=70)]) for x in (batch.q, batch.k, batch.v)
-        ]
-        padded = batch.of(rows[0], rows[1], rows[2], [n + PADDING])
-        found = padded.gradients(torch.cat([g[:n], torch.zeros_like(g[:PADDING])]))
-        run.covers(padding=PADDING)
-        run.equal([x[:n] for x in found], [x[:n] for x in plain])
-        run.holds(torch.cat([x[n:].flatten() for x in found[1:]]) == 0)
+        padded_at_the_end(run, batch, g, plain, PADDING)
         _planted(run, batch, g, plain)
+
+
+def padded_at_the_end(run: Run, batch: Batch, g: Tensor, found: Sequence[Tensor], padding: int) -> None:
+    """The first sequence with so many more rows, whose results nobody uses: its rows' bits stay, theirs are zeros."""
+    n = batch.lengths[0]
+    more = [many(run, padding, *x.shape[1:], salt=70) for x in (batch.q, batch.k, batch.v)]
+    q, k, v = (torch.cat([x[:n], y]) for x, y in zip((batch.q, batch.k, batch.v), more, strict=True))
+    longer = batch.of(q, k, v, [n + padding]).gradients(
+        torch.cat([g[:n], g.new_zeros(padding, *g.shape[1:])])
+    )
+    run.covers(padding=padding)
+    run.equal([x[:n] for x in longer], [x[:n] for x in found])
+    run.holds(torch.cat([x[n:].flatten() for x in longer[1:]]) == 0)
 
 
 def _planted(run: Run, batch: Batch, g: Tensor, found: list[Tensor]) -> None:
@@ -335,14 +362,16 @@ def near_float64(run: Run, batch: Batch, g: Tensor, found: Sequence[Tensor]) -> 
         run.holds((b != 0).any().view(1))
 
 
-def hang(gate: Gate, kind: Kind) -> None:
-    """Hang on a gate every check that does not depend on which attention it is of."""
-    for family, body in (
-        ("case_parity", case_parity),
-        ("batch_invariance", batch_invariance),
-        ("partition_invariance", partition),
-        ("resume_exactness", resume),
-        ("rerun_determinism", rerun),
-        ("backward", backward),
-    ):
+_FORWARD = {
+    "case_parity": case_parity,
+    "batch_invariance": batch_invariance,
+    "resume_exactness": resume,
+    "rerun_determinism": rerun,
+}
+_WHOLE = {**_FORWARD, "partition_invariance": partition, "backward": backward}
+
+
+def hang(gate: Gate, kind: Kind, *, keyed: bool = True) -> None:
+    """Hang on a gate every check that does not depend on which attention it is of; `keyed`: each KV head has its own keys."""
+    for family, body in (_WHOLE if keyed else _FORWARD).items():
         gate.check(family)(partial(body, kind=kind))

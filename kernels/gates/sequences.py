@@ -116,6 +116,12 @@ class Batch:
         self, spans: Sequence[Span], sinks: Tensor | None = None, **bounds: Any
     ) -> tuple[Tensor, Tensor]:
         """Rows through the pages, as an engine's step: (result, the rows' places in the packed batch)."""
+        index, step, (q_start, lengths, blocks) = self.step(spans, **bounds)
+        step.fill(q_start, lengths, blocks=blocks)
+        return self.paged(self.q[index], self.position[index], step, sinks), index
+
+    def step(self, spans: Sequence[Span], **bounds: Any) -> tuple[Tensor, Plan, tuple[Tensor, ...]]:
+        """Rows' places in the packed batch, an empty plan for them, and what fills it."""
         index = torch.cat([self.starts[b] + torch.arange(a, e) for b, a, e in spans]).to(self.q.device)
         sizes = [e - a for _, a, e in spans]
         given = {"most_rows": max(sizes), "most_keys": max(self.lengths), **bounds}
@@ -124,9 +130,11 @@ class Batch:
         for n in sizes:
             at.append(at[-1] + n)
         blocks = self.blocks[[b for b, _, _ in spans]]
-        step.fill(self.ints(at), self.ints([e for _, _, e in spans]), blocks=blocks)
-        rows = self.q[index], self.keys, self.values, self.position[index]
-        return attention(*rows, step, scale=self.scale, sinks=sinks), index
+        return index, step, (self.ints(at), self.ints([e for _, _, e in spans]), blocks)
+
+    def paged(self, q: Tensor, position: Tensor, step: Plan, sinks: Tensor | None = None) -> Tensor:
+        """Rows over the keys in pages, by a filled plan."""
+        return attention(q, self.keys, self.values, position, step, scale=self.scale, sinks=sinks)
 
     def reference(
         self, sinks: Tensor | None = None, *, kv_segment: int = 0, window: int = -1
@@ -149,10 +157,14 @@ class Batch:
 
         return attend
 
+    @property
+    def inputs(self) -> list[Tensor]:
+        """What `call`'s function takes."""
+        return [self.q, self.k, self.v]
+
     def gradients(self, g: Tensor, sinks: Tensor | None = None, **free: Any) -> list[Tensor]:
         """The packed result, and the gradients of q, k, v and the sinks."""
-        inputs = [self.q, self.k, self.v] + ([] if sinks is None else [sinks])
-        return gradients(self.call(**free), inputs, g)
+        return gradients(self.call(**free), self.inputs + ([] if sinks is None else [sinks]), g)
 
     def specified(self, g: Tensor, sinks: Tensor | None = None) -> list[Tensor]:
         """What `gradients` must give, by the reference alone."""

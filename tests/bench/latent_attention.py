@@ -69,7 +69,7 @@ def library() -> str:
 def bits(heads: int, S: int, build: str) -> None:
     """Elements that differ from the reference, by the own kernels and by the library, packed, decoded and drafted."""
     run = Run(constants={"kv_segment": S}, full=False, device=DEVICE)
-    batch = gate.sequences(run, (2 * S + 77, 700, S + 1, 1), heads, PAGE)
+    batch = gate.KIND.batch(run, heads, (2 * S + 77, 700, S + 1, 1), PAGE)
     want, _ = batch.by_reference()
     spans = [(0, p, p + 1) for p in (0, 63, 64, S - 1, S, 2 * S, 2 * S + 76)]
     spans += [(0, S - 6, S + 7), (1, 699, 700), (0, 100, 2 * S + 60)]
@@ -207,7 +207,7 @@ def decode(heads: int, requests: int, context: int, build: str, others: bool) ->
 
 def backward(heads: int, lengths: list[int]) -> None:
     run = Run(constants={"kv_segment": SEGMENT}, full=False, device=DEVICE)
-    batch = gate.sequences(run, lengths, heads, PAGE)
+    batch = gate.KIND.batch(run, heads, lengths, PAGE)
     g = rand(sum(lengths), heads, LATENT)
     inputs = [x.detach().requires_grad_() for x in batch.inputs]
     attend = batch.call()

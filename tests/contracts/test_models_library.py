@@ -28,23 +28,25 @@ SOURCE = "sha256:" + "a" * 64
 RECORD = "sha256:" + "b" * 64
 
 # Regions of today's shipped contracts that nothing may be installed for, by why. Records are of one GPU: what ranks exchange is
-# refused until `isoexec gate run --extend` has run on as many as are claimed. The linear's gate has changed since it ran.
+# refused until `isoexec gate run --extend` has run on as many as are claimed. The linear's gate and attention's source have
+# changed since they ran.
 _LINEAR = {"column_linear", "lm_head", "row_linear"}
+_UNRUN = _LINEAR | {"attention"}
 _DENSE = {"embedding", "grad_norm", "head_logprobs", "logprobs"}
 _MOE = _DENSE | {"combine", "dispatch", "expert_linear", "silu_mul"}
 _MLA = {
-    "no evidence": _LINEAR | {"latent_linear", "router"},
-    "evidence refused": _MOE | {"absorbed_linear", "attention"},
+    "no evidence": _LINEAR | {"attention", "latent_linear", "router"},
+    "evidence refused": _MOE | {"absorbed_linear"},
 }
 _GDN = {"gdn_conv", "gdn_gating", "gdn_rule"}
-_HYBRID_MOE = {"no kernel": _GDN, "no evidence": _LINEAR | {"router"}, "evidence refused": _MOE}
+_HYBRID_MOE = {"no kernel": _GDN, "no evidence": _UNRUN | {"router"}, "evidence refused": _MOE}
 UNPROVEN: Mapping[str, Mapping[str, set[str]]] = {
-    "qwen3-dense-sm90": {"no evidence": _LINEAR, "evidence refused": _DENSE},
-    "mimo-dense-sm90": {"no evidence": _LINEAR, "evidence refused": _DENSE | {"qkv_bias"}},
-    "qwen3-moe-sm90": {"no evidence": _LINEAR | {"router"}, "evidence refused": _MOE},
+    "qwen3-dense-sm90": {"no evidence": _UNRUN, "evidence refused": _DENSE},
+    "mimo-dense-sm90": {"no evidence": _UNRUN, "evidence refused": _DENSE | {"qkv_bias"}},
+    "qwen3-moe-sm90": {"no evidence": _UNRUN | {"router"}, "evidence refused": _MOE},
     "glm4-moe-lite-sm90": _MLA,
     "deepseek-v3-sm90": _MLA,
-    "qwen3.5-dense-sm90": {"no kernel": _GDN, "no evidence": _LINEAR, "evidence refused": _DENSE},
+    "qwen3.5-dense-sm90": {"no kernel": _GDN, "no evidence": _UNRUN, "evidence refused": _DENSE},
     "qwen3.5-moe-sm90": _HYBRID_MOE,
     "qwen3-next-sm90": _HYBRID_MOE,
 }

@@ -63,6 +63,7 @@ SM90: dict[str, dict[str, Any]] = {
     "gate.sigmoid_mul/1": {},
     "linear.mma_chain/1": {"step": 16, "accumulate": "float32", "boundary": "model"},
     "attention.mma_segments/1": {"kv_segment": 4096},
+    "attention.mma_segments_cudnn/1": {"gradient": "cudnn_deterministic", "kv_segment": 4096},
     "attention.mma_window/1": {"kv_segment": 4096, "window": 1024},
     "attention.latent_segments/1": {"kv_segment": 4096},
     "silu_mul.poly/1": {},

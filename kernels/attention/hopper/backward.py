@@ -13,7 +13,7 @@ it down, and `stored_kernel` only multiplies (five products in all, where the ot
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -27,12 +27,12 @@ from isoexec.kernels.hopper.spec import LOG2E
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["KEY", "QUERY", "STORED", "UNIT", "WORKSPACE", "Walk", "launch_gradients"]
+__all__ = ["KEY", "QUERY", "STORED", "UNIT", "WORKSPACE", "Given", "Walk", "launch_gradients"]
 
 UNIT = 128  # rows and keys that a program of a table's tile may take at most
-WORKSPACE = (
-    4 << 30
-)  # bytes of written-down products at a time; where a KV group needs more, they are computed twice
+# bytes of written-down products at a time, by head dim; where a KV group needs more, they are computed twice, which is faster
+# where they are narrow
+WORKSPACE = {64: 0, 128: 0, 256: 4 << 30}
 _LOG2E = tl.constexpr(LOG2E)
 
 
@@ -62,6 +62,39 @@ STORED = {
     128: Walk(hold=128, step=64, warps=8, stages=4),
     256: Walk(hold=64, step=64, warps=8, stages=3),
 }
+
+
+class Given(NamedTuple):
+    """What both kernels read, tensors and then numbers; in a kernel pointers, types where one is compiled.
+
+    q, g [T, H, D], k, v [keys, KV, D], ds (written-down products) bf16; base, delta [H, T] fp32; spans, owners int32; places of
+    the units' stripes int64. `stripe` is the elements of one head's products at most.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    base: Any
+    delta: Any
+    ds: Any
+    spans: Any
+    owners: Any
+    places: Any
+    c: Any
+    scale: Any
+    rows: Any
+    stripe: Any
+    s_row: Any
+    w_row: Any
+    q_row: Any
+    q_head: Any
+    k_row: Any
+    k_head: Any
+    v_row: Any
+    v_head: Any
+    g_row: Any
+    g_head: Any
 
 
 @triton.jit
@@ -150,23 +183,18 @@ def sink_total_kernel(
 
 @triton.jit
 def _rows_of(
+    of: Given,
     kx: tl.tensor,
     vx: tl.tensor,
     dk: tl.tensor,
     dv: tl.tensor,
-    q: tl.tensor,
-    g: tl.tensor,
-    base: tl.tensor,
-    delta: tl.tensor,
-    ds: tl.tensor,
+    into: tl.tensor,
+    h: tl.tensor,
     q0: tl.tensor,
     r0: tl.tensor,
     n: tl.tensor,
     key: tl.tensor,
-    c: tl.tensor,
     window: tl.tensor,
-    q_row: tl.tensor,
-    g_row: tl.tensor,
     D: tl.constexpr,
     UNIT: tl.constexpr,
     KEYS: tl.constexpr,
@@ -176,17 +204,17 @@ def _rows_of(
     WANT: tl.constexpr,
     HARDWARE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The rows r0 .. of one head added to the gradients of a block of keys and of values."""
+    """The rows r0 .. of head h added to the gradients of a block of keys and of values."""
     row = r0 + tl.arange(0, ROWS)
     d = tl.arange(0, D)
     some = row < n
     at = (q0 + row).to(tl.int64)
-    qx = tl.load(q + at[:, None] * q_row + d[None, :], mask=some[:, None], other=0.0)
-    gx = tl.load(g + at[:, None] * g_row + d[None, :], mask=some[:, None], other=0.0)
-    bx = tl.load(base + at, mask=some, other=float("inf"))
-    dx = tl.load(delta + at, mask=some, other=0.0)
+    qx = tl.load(of.q + h * of.q_head + at[:, None] * of.q_row + d[None, :], mask=some[:, None], other=0.0)
+    gx = tl.load(of.g + h * of.g_head + at[:, None] * of.g_row + d[None, :], mask=some[:, None], other=0.0)
+    bx = tl.load(of.base + h * of.rows + at, mask=some, other=float("inf"))
+    dx = tl.load(of.delta + h * of.rows + at, mask=some, other=0.0)
     s = tl.dot(kx, tl.trans(qx), tl.zeros([KEYS, ROWS], tl.float32))
-    cs = tl.full([KEYS, ROWS], 1.0, tl.float32) * c
+    cs = tl.full([KEYS, ROWS], 1.0, tl.float32) * of.c
     # a row beyond the sequence has base inf, so p = 0
     p = _unary(tl.fma(s, cs, tl.zeros([KEYS, ROWS], tl.float32) - bx[None, :]), "ex2", HARDWARE)
     # masked everywhere: a second loop without it costs more registers than the mask costs time
@@ -201,44 +229,21 @@ def _rows_of(
         rounded = (p * (dp - dx[None, :])).to(tl.bfloat16)
         dk = tl.dot(rounded, qx, dk)
     if STORE and WANT != 2:
-        into = ds + (tl.zeros([], tl.int64) + r0 // UNIT) * (UNIT * UNIT) + r0 % UNIT
-        tl.store(into + tl.arange(0, KEYS)[:, None] * UNIT + tl.arange(0, ROWS)[None, :], rounded)
+        to = into + (tl.zeros([], tl.int64) + r0 // UNIT) * (UNIT * UNIT) + r0 % UNIT
+        tl.store(to + tl.arange(0, KEYS)[:, None] * UNIT + tl.arange(0, ROWS)[None, :], rounded)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["requests", "window", "first_kv"])
 def key_kernel(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    g: tl.tensor,
-    base: tl.tensor,
-    delta: tl.tensor,
+    of: Given,
     dk: tl.tensor,
     dv: tl.tensor,
-    ds: tl.tensor,
-    spans: tl.tensor,
-    owners: tl.tensor,
-    places: tl.tensor,
     requests: tl.tensor,
     first_kv: tl.tensor,
     window: tl.tensor,
-    c: tl.tensor,
-    scale: tl.tensor,
-    rows: tl.tensor,
-    s_row: tl.tensor,
-    w_row: tl.tensor,
-    q_row: tl.tensor,
-    q_head: tl.tensor,
-    k_row: tl.tensor,
-    k_head: tl.tensor,
-    v_row: tl.tensor,
-    v_head: tl.tensor,
-    g_row: tl.tensor,
-    g_head: tl.tensor,
     out_row: tl.tensor,
     out_head: tl.tensor,
-    d_head: tl.tensor,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     UNIT: tl.constexpr,
@@ -250,21 +255,21 @@ def key_kernel(
     HARDWARE: tl.constexpr,
 ) -> None:
     u = tl.program_id(0) // (UNIT // KEYS)
-    b = tl.load(owners + u)
+    b = tl.load(of.owners + u)
     if b < requests:
-        n = tl.load(spans + s_row + b)
-        index = tl.load(owners + w_row + u)
+        n = tl.load(of.spans + of.s_row + b)
+        index = tl.load(of.owners + of.w_row + u)
         start = index * UNIT + tl.program_id(0) % (UNIT // KEYS) * KEYS
         if start < n or STORE:
             kv = first_kv + tl.program_id(1)
-            q0 = tl.load(spans + b)
-            k0 = tl.load(spans + 3 * s_row + b)
+            q0 = tl.load(of.spans + b)
+            k0 = tl.load(of.spans + 3 * of.s_row + b)
             key = start + tl.arange(0, KEYS)
             d = tl.arange(0, D)
-            some = key < n
-            at = (k0 + key).to(tl.int64)
-            kx = tl.load(k + at[:, None] * k_row + kv * k_head + d[None, :], mask=some[:, None], other=0.0)
-            vx = tl.load(v + at[:, None] * v_row + kv * v_head + d[None, :], mask=some[:, None], other=0.0)
+            some = (key < n)[:, None]
+            at = (k0 + key).to(tl.int64)[:, None]
+            kx = tl.load(of.k + at * of.k_row + kv * of.k_head + d[None, :], mask=some, other=0.0)
+            vx = tl.load(of.v + at * of.v_row + kv * of.v_head + d[None, :], mask=some, other=0.0)
             dkx = tl.zeros([KEYS, D], tl.float32)
             dvx = tl.zeros([KEYS, D], tl.float32)
             # rows from the unit's first on, so that what is written down has no holes
@@ -273,54 +278,40 @@ def key_kernel(
             if WINDOWED:
                 end = tl.minimum(end, tl.cdiv(start + KEYS + window - 1, ROWS) * ROWS)
             for one in range(GROUP):
-                h = kv * GROUP + one
-                into = ds
+                into = of.ds
                 if STORE:
                     # squares of [keys, rows], this head's, from the unit's own rows on
                     head = tl.program_id(1) * GROUP + one
-                    into += head.to(tl.int64) * d_head + tl.load(places + u) + (start % UNIT) * UNIT
+                    into += head.to(tl.int64) * of.stripe + tl.load(of.places + u) + (start % UNIT) * UNIT
                     into -= index.to(tl.int64) * (UNIT * UNIT)
                 for r0 in range(begin, end, ROWS):
                     dkx, dvx = _rows_of(
-                        *(
-                            kx,
-                            vx,
-                            dkx,
-                            dvx,
-                            q + h * q_head,
-                            g + h * g_head,
-                            base + h * rows,
-                            delta + h * rows,
-                        ),
-                        *(into, q0, r0, n, key, c, window, q_row, g_row),
+                        *(of, kx, vx, dkx, dvx, into, kv * GROUP + one, q0, r0, n, key, window),
                         *(D, UNIT, KEYS, ROWS, WINDOWED, STORE, WANT, HARDWARE),
                     )
             # a request that does not bring all its keys' rows is outside the domain, and shows it
-            bad = tl.where(tl.load(spans + 2 * s_row + b) == n, 0.0, float("nan"))
-            to = at[:, None] * out_row + kv * out_head + d[None, :]
+            bad = tl.where(tl.load(of.spans + 2 * of.s_row + b) == n, 0.0, float("nan"))
+            to = at * out_row + kv * out_head + d[None, :]
             if WANT != 2:
-                tl.store(dk + to, (dkx * scale + bad).to(tl.bfloat16), mask=some[:, None])
+                tl.store(dk + to, (dkx * of.scale + bad).to(tl.bfloat16), mask=some)
             if WANT != 1:
-                tl.store(dv + to, (dvx + bad).to(tl.bfloat16), mask=some[:, None])
+                tl.store(dv + to, (dvx + bad).to(tl.bfloat16), mask=some)
 
 
 @triton.jit
 def _keys_of(
+    of: Given,
     qx: tl.tensor,
     gx: tl.tensor,
     bx: tl.tensor,
     dx: tl.tensor,
     dq: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
+    kv: tl.tensor,
     k0: tl.tensor,
     start: tl.tensor,
     n: tl.tensor,
     row: tl.tensor,
-    c: tl.tensor,
     window: tl.tensor,
-    k_row: tl.tensor,
-    v_row: tl.tensor,
     D: tl.constexpr,
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -331,12 +322,12 @@ def _keys_of(
     """A block of keys added to the gradient of a block of query rows."""
     key = start + tl.arange(0, KEYS)
     d = tl.arange(0, D)
-    some = key < n
-    at = (k0 + key).to(tl.int64)
-    kx = tl.load(k + at[:, None] * k_row + d[None, :], mask=some[:, None], other=0.0)
-    vx = tl.load(v + at[:, None] * v_row + d[None, :], mask=some[:, None], other=0.0)
+    some = (key < n)[:, None]
+    at = (k0 + key).to(tl.int64)[:, None]
+    kx = tl.load(of.k + kv * of.k_head + at * of.k_row + d[None, :], mask=some, other=0.0)
+    vx = tl.load(of.v + kv * of.v_head + at * of.v_row + d[None, :], mask=some, other=0.0)
     s = tl.dot(qx, tl.trans(kx), tl.zeros([ROWS, KEYS], tl.float32))
-    cs = tl.full([ROWS, KEYS], 1.0, tl.float32) * c
+    cs = tl.full([ROWS, KEYS], 1.0, tl.float32) * of.c
     p = _unary(tl.fma(s, cs, tl.zeros([ROWS, KEYS], tl.float32) - bx[:, None]), "ex2", HARDWARE)
     if MASKED:
         seen = key[None, :] <= row[:, None]
@@ -349,36 +340,13 @@ def _keys_of(
 
 @triton.jit(do_not_specialize=["requests", "window", "first_kv"])
 def query_kernel(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    g: tl.tensor,
-    base: tl.tensor,
-    delta: tl.tensor,
+    of: Given,
     dq: tl.tensor,
-    ds: tl.tensor,
-    spans: tl.tensor,
-    owners: tl.tensor,
-    places: tl.tensor,
     requests: tl.tensor,
     first_kv: tl.tensor,
     window: tl.tensor,
-    c: tl.tensor,
-    scale: tl.tensor,
-    rows: tl.tensor,
-    s_row: tl.tensor,
-    w_row: tl.tensor,
-    q_row: tl.tensor,
-    q_head: tl.tensor,
-    k_row: tl.tensor,
-    k_head: tl.tensor,
-    v_row: tl.tensor,
-    v_head: tl.tensor,
-    g_row: tl.tensor,
-    g_head: tl.tensor,
     out_row: tl.tensor,
     out_head: tl.tensor,
-    d_head: tl.tensor,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     UNIT: tl.constexpr,
@@ -391,24 +359,23 @@ def query_kernel(
     # the longest first
     x = tl.num_programs(0) - 1 - tl.program_id(0)
     u = x // (UNIT // ROWS)
-    b = tl.load(owners + u)
+    b = tl.load(of.owners + u)
     if b < requests:
-        n = tl.load(spans + s_row + b)
-        index = tl.load(owners + w_row + u)
+        n = tl.load(of.spans + of.s_row + b)
+        index = tl.load(of.owners + of.w_row + u)
         start = index * UNIT + x % (UNIT // ROWS) * ROWS
         if start < n:
             h = first_kv * GROUP + tl.program_id(1)
             kv = h // GROUP
-            q0 = tl.load(spans + b)
-            k0 = tl.load(spans + 3 * s_row + b)
+            k0 = tl.load(of.spans + 3 * of.s_row + b)
             row = start + tl.arange(0, ROWS)
             d = tl.arange(0, D)
             some = row < n
-            at = (q0 + row).to(tl.int64)
+            at = (tl.load(of.spans + b) + row).to(tl.int64)
             acc = tl.zeros([ROWS, D], tl.float32)
             end = tl.cdiv(tl.minimum(start + ROWS, n), KEYS) * KEYS
             if STORED:
-                into = ds + tl.program_id(1).to(tl.int64) * d_head + tl.load(places + u - index)
+                into = of.ds + tl.program_id(1).to(tl.int64) * of.stripe + tl.load(of.places + u - index)
                 units = tl.cdiv(n, UNIT)
                 for at_key in range(0, end, KEYS):
                     key = at_key + tl.arange(0, KEYS)
@@ -418,38 +385,35 @@ def query_kernel(
                     line = into + square.to(tl.int64) * (UNIT * UNIT) + (at_key % UNIT) * UNIT + start % UNIT
                     one = tl.load(line + tl.arange(0, KEYS)[:, None] * UNIT + tl.arange(0, ROWS)[None, :])
                     kx = tl.load(
-                        k + (k0 + key).to(tl.int64)[:, None] * k_row + kv * k_head + d[None, :],
+                        of.k + (k0 + key).to(tl.int64)[:, None] * of.k_row + kv * of.k_head + d[None, :],
                         mask=(key < n)[:, None],
                         other=0.0,
                     )
                     acc = tl.dot(tl.trans(one), kx, acc)
             else:
-                qx = tl.load(q + at[:, None] * q_row + h * q_head + d[None, :], mask=some[:, None], other=0.0)
-                gx = tl.load(g + at[:, None] * g_row + h * g_head + d[None, :], mask=some[:, None], other=0.0)
-                bx = tl.load(base + h * rows + at, mask=some, other=float("inf"))
-                dx = tl.load(delta + h * rows + at, mask=some, other=0.0)
-                k += kv * k_head
-                v += kv * v_head
+                to_q = of.q + at[:, None] * of.q_row + h * of.q_head + d[None, :]
+                to_g = of.g + at[:, None] * of.g_row + h * of.g_head + d[None, :]
+                qx = tl.load(to_q, mask=some[:, None], other=0.0)
+                gx = tl.load(to_g, mask=some[:, None], other=0.0)
+                bx = tl.load(of.base + h * of.rows + at, mask=some, other=float("inf"))
+                dx = tl.load(of.delta + h * of.rows + at, mask=some, other=0.0)
                 first = 0
-                inner = start // KEYS * KEYS
                 if WINDOWED:
                     first = tl.maximum(start - window + 1, 0) // KEYS * KEYS
-                if WINDOWED or D == 256:  # one loop, all masked: fewer registers
-                    inner = first
-                else:
-                    for at_key in range(0, inner, KEYS):
+                # one loop, all masked, costs fewer registers
+                LAST: tl.constexpr = 0 if WINDOWED or D == 256 else 1
+                inner = first if LAST == 0 else start // KEYS * KEYS
+                for half in tl.static_range(LAST + 1):
+                    for at_key in range(
+                        inner if half == LAST else first, end if half == LAST else inner, KEYS
+                    ):
                         acc = _keys_of(
-                            *(qx, gx, bx, dx, acc, k, v, k0, at_key, n, row, c, window, k_row, v_row),
-                            *(D, KEYS, ROWS, False, WINDOWED, HARDWARE),
+                            *(of, qx, gx, bx, dx, acc, kv, k0, at_key, n, row, window),
+                            *(D, KEYS, ROWS, half == LAST, WINDOWED, HARDWARE),
                         )
-                for at_key in range(inner, end, KEYS):
-                    acc = _keys_of(
-                        *(qx, gx, bx, dx, acc, k, v, k0, at_key, n, row, c, window, k_row, v_row),
-                        *(D, KEYS, ROWS, True, WINDOWED, HARDWARE),
-                    )
-            bad = tl.where(tl.load(spans + 2 * s_row + b) == n, 0.0, float("nan"))
+            bad = tl.where(tl.load(of.spans + 2 * of.s_row + b) == n, 0.0, float("nan"))
             to = at[:, None] * out_row + h * out_head + d[None, :]
-            tl.store(dq + to, (acc * scale + bad).to(tl.bfloat16), mask=some[:, None])
+            tl.store(dq + to, (acc * of.scale + bad).to(tl.bfloat16), mask=some[:, None])
 
 
 def _stripes(spans: Tensor, owners: Tensor) -> Tensor:
@@ -526,25 +490,24 @@ def launch_gradients(
     walk_key, walk_query, walk_stored = key or KEY[D], query or QUERY[D], stored or STORED[D]
     most = -(-most_rows // UNIT)
     elements = units * (most + 1) // 2 * UNIT * UNIT  # of one head at most
-    room = (WORKSPACE if workspace < 0 else workspace) // (2 * elements * group)
+    room = (WORKSPACE[D] if workspace < 0 else workspace) // (2 * elements * group)
     store = room > 0 and window == 0
     at_once = min(KV, room) if store else KV
     ds = torch.empty(at_once * group * elements if store else 0, dtype=torch.bfloat16, device=device)
     places = _stripes(spans, owners) if store else owners
-    c, _ = constants(scale)
-    rounded = float(torch.tensor(scale, dtype=torch.float32))
+    of = Given(
+        *(q, k, v, g, base, delta, ds, spans, owners, places),
+        *(constants(scale)[0], float(torch.tensor(scale, dtype=torch.float32)), T, elements),
+        *(spans.stride(0), owners.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1)),
+        *(v.stride(0), v.stride(1), g.stride(0), g.stride(1)),
+    )
     walk = walk_stored if store else walk_query
     for first in range(0, KV, at_once):
         some = min(at_once, KV - first)
-        tables = (ds, spans, owners, places, requests, first, window, c, rounded, T)
-        strides = (
-            *(spans.stride(0), owners.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1)),
-            *(v.stride(0), v.stride(1), g.stride(0), g.stride(1)),
-        )
         cut = {"GROUP": group, "D": D, "UNIT": UNIT, "WINDOWED": window > 0, "HARDWARE": hardware}
         for want in (1, 2) if walk_key.apart else (0,):
             key_kernel[(units * (UNIT // walk_key.hold), some)](
-                *(q, k, v, g, base, delta, dk, dv, *tables, *strides, dk.stride(0), dk.stride(1), elements),
+                *(of, dk, dv, requests, first, window, dk.stride(0), dk.stride(1)),
                 **cut,
                 KEYS=walk_key.hold,
                 ROWS=walk_key.step,
@@ -555,7 +518,7 @@ def launch_gradients(
                 enable_fp_fusion=False,
             )
         query_kernel[(units * (UNIT // walk.hold), some * group)](
-            *(q, k, v, g, base, delta, dq, *tables, *strides, dq.stride(0), dq.stride(1), elements),
+            *(of, dq, requests, first, window, dq.stride(0), dq.stride(1)),
             **cut,
             KEYS=walk.step,
             ROWS=walk.hold,

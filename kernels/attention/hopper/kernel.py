@@ -14,7 +14,7 @@ from isoexec.kernels.hopper.arithmetic import exp, log, power_of_two
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["OWN", "PAST", "SINGLE", "lane_total", "launch_merge", "launch_tables"]
+__all__ = ["OWN", "PAST", "SINGLE", "lane_total", "launch_merge", "launch_tables", "log_sum_exp"]
 
 OWN, PAST, SINGLE = 0, 1, 2  # what a table's entries are: `launch_tables`
 ROWS_OF_TABLE = 5
@@ -48,6 +48,12 @@ def lane_total(lanes: tl.tensor) -> tl.tensor:
     l2 = tl.sum(tl.where(lane == 2, lanes, 0.0), axis=1)
     l3 = tl.sum(tl.where(lane == 3, lanes, 0.0), axis=1)
     return (l0 + l2) + (l1 + l3)
+
+
+@triton.jit
+def log_sum_exp(m: tl.tensor, total: tl.tensor, c_ln2: tl.tensor, HARDWARE: tl.constexpr) -> tl.tensor:
+    """Of rows with the maximum m and the sum of weights `total`, [rows] each."""
+    return tl.fma(m, tl.full(m.shape, 1.0, tl.float32) * c_ln2, _unary(total, "lg2", HARDWARE) * _LN2)
 
 
 @triton.jit

@@ -10,9 +10,7 @@ hold both `fill` and the op: what changes from step to step is in tensors, what 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -24,10 +22,17 @@ from isoexec.kernels.attention.hopper.kernel import (
     PAST,
     ROWS_OF_TABLE,
     SINGLE,
-    launch_merge,
     launch_tables,
 )
 from isoexec.kernels.attention.hopper.naive import BLOCK
+from isoexec.kernels.attention.hopper.segments import (
+    Tables,
+    by_library,
+    check_rows,
+    kept,
+    merged,
+    nothing,
+)
 from isoexec.kernels.attention.hopper.split import MOST_GROUP, Tuning, launch_split
 from isoexec.kernels.attention.hopper.tiles import (
     DECODE,
@@ -68,10 +73,11 @@ def split_for(entries: int, kv_heads: int, group: int, head_dim: int) -> Tuning 
 class Plan:
     """The tables of one step: what `attention` is called with.
 
-    `provider` computes the segments; `window` is the keys that a row sees at most, its own included, or 0 for all. With
-    `gradients` every request brings the rows of all its keys. `spans` [4, B]: a request's first row, rows, keys, first key.
-    `single` says that every request has at most one row, so own and past segments share a call. `most_rows`, `most_keys` and
-    the shapes are upper bounds; `fill` refuses nothing that is beyond them, so choose them by the engine's own limits.
+    `provider` computes the segments, and `gradient` names who of `GRADIENTS` computes theirs; `window` is the keys that a row
+    sees at most, its own included, or 0 for all. With `gradients` every request brings the rows of all its keys. `spans` [4, B]:
+    a request's first row, rows, keys, first key. `single` says that every request has at most one row, so own and past segments
+    share a call. `most_rows`, `most_keys` and the shapes are upper bounds; `fill` refuses nothing that is beyond them, so choose
+    them by the engine's own limits.
     """
 
     provider: Maker
@@ -92,6 +98,7 @@ class Plan:
     owners: Tensor
     pages: Tensor | None
     units: Tensor | None
+    gradient: str = "own"
 
     def fill(
         self, q_start: Tensor, lengths: Tensor, *, k_start: Tensor | None = None, blocks: Tensor | None = None
@@ -230,16 +237,6 @@ def plan(
     )
 
 
-SIDE_STREAMS = (
-    1  # on which past segments are computed beside the own ones, so that one call fills the other's last wave
-)
-
-
-@cache
-def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
-    return tuple(torch.cuda.Stream(device) for _ in range(SIDE_STREAMS if device.type == "cuda" else 0))
-
-
 def _check(q: Tensor, k: Tensor, v: Tensor, position: Tensor, sinks: Tensor | None, tokens: int) -> None:
     T, H, D = q.shape
     require(
@@ -257,12 +254,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, position: Tensor, sinks: Tensor | No
         f"{[str(x.dtype) for x in (q, k, v)]}",
         "bfloat16, dense in the last dimension",
     )
-    require(
-        tokens == T and position.shape == (T,) and position.dtype == torch.int32 and position.is_contiguous(),
-        "sm90_attention",
-        f"{T} rows, positions {list(position.shape)} {position.dtype}",
-        f"the plan's {tokens} rows and an int32 position for each",
-    )
+    check_rows("sm90_attention", T, position, tokens)
     require(
         sinks is None or (sinks.shape == (H,) and sinks.dtype == torch.float32 and sinks.is_contiguous()),
         "sm90_attention",
@@ -285,6 +277,7 @@ def _attention(
     pages: Tensor | None,
     units: Tensor | None,
     sinks: Tensor | None,
+    gradient: str,
     scale: float,
     kv_segment: int,
     requests: int,
@@ -298,110 +291,57 @@ def _attention(
     _check(q, k, v, position, sinks, tokens)
     T, H, D = q.shape
     if not T:
-        return _nothing(q, with_lse)
+        return nothing(q, with_lse)
     if single and D in TILED:
-        sizes = (scale, kv_segment, 0, tokens, most_keys, single, with_lse)
+        sizes = (gradient, scale, kv_segment, 0, tokens, most_keys, single, with_lse)
         return _tiles(q, k, v, position, spans, owners, pages, units, sinks, *sizes)
+    KV, given = k.shape[-2], dict[str, Any](with_lse=with_lse, hardware=HARDWARE)
+    tuning = split_for(own.shape[1] - 1, KV, H // KV, D) if single else None
+    if tuning is not None:
+        n = (own.shape[1] - 1) // requests
+        parts, totals, lse = launch_split(
+            *(q, k, v, own, own_pages),
+            requests=requests,
+            kv_segment=kv_segment,
+            scale=scale,
+            tuning=tuning,
+            hardware=HARDWARE,
+        )
+        slots, each = (x.view(H, n, T).transpose(0, 1) for x in (lse, totals))
+        return merged(
+            *(parts.view(n, T, H, D), slots, position, sinks), kv_segment=kv_segment, totals=each, **given
+        )
 
     def attend(
-        queries: Tensor,
+        copies: int,
         table: Tensor,
         of: Tensor | None,
         path: fa3.Path3,
         rows: int,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        sizes = {"scale": scale, "path": path, "most_rows": rows, "most_keys": kv_segment}
-        return fa3.call(queries, k, v, table, of, out=out, **sizes)  # type: ignore[arg-type]
-
-    streams = _side_streams(q.device)
-    main = torch.cuda.current_stream(q.device) if streams else None
-
-    def beside(j: int) -> AbstractContextManager[object]:
-        return torch.cuda.stream((main, *streams)[(j + 1) % (len(streams) + 1)]) if streams else nullcontext()
-
-    def fork() -> None:
-        for stream in streams:
-            assert main is not None
-            stream.wait_stream(main)
-
-    def join() -> None:
-        for stream in streams:
-            assert main is not None
-            main.wait_stream(stream)
-
-    whole = torch.empty(H, T, dtype=torch.float32, device=q.device) if with_lse and single else None
-    if single:
-        n = (own.shape[1] - 1) // requests
-        tuning = split_for(own.shape[1] - 1, k.shape[-2], H // k.shape[-2], D)
-        totals = None
-        if tuning is not None:
-            parts, totals, lse = launch_split(
-                *(q, k, v, own, own_pages),
-                requests=requests,
-                kv_segment=kv_segment,
-                scale=scale,
-                tuning=tuning,
-                hardware=HARDWARE,
-            )
-        else:
-            parts, lse = attend(q if n == 1 else q.repeat(n, 1, 1), own, own_pages, "causal", 1)
-            if n == 1 and sinks is None:
-                return parts, _kept(lse, with_lse)
-        out = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
-        launch_merge(
-            *(None, None, parts.view(n, T, H, D), lse.view(H, n, T).transpose(0, 1), position, sinks, out),
-            kv_segment=kv_segment,
-            totals=None if totals is None else totals.view(H, n, T).transpose(0, 1),
-            whole_lse=whole,
-            hardware=HARDWARE,
+        queries = q if copies == 1 else q.repeat(copies, 1, 1)
+        return fa3.call(
+            *(queries, k, v, table, of), scale=scale, path=path, most_rows=rows, most_keys=kv_segment, out=out
         )
-        return out, _kept(whole, with_lse)
-    out = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
-    n = (past.shape[1] - 1) // requests if past.numel() else 0
-    parts = torch.empty(0 if folded else n, T, H, D, dtype=q.dtype, device=q.device)
-    if n and not folded:
-        fork()  # after the last allocation: side streams write what was only then handed out
-    _, own_lse = attend(q, own, own_pages, "causal", min(most_rows, kv_segment), out)
-    if n == 0 and sinks is None:
-        return out, _kept(own_lse, with_lse)
-    if n == 0:
-        # no row has a past segment: nothing of them is read
-        parts, slots = out.unsqueeze(0), own_lse.unsqueeze(0)
-    elif folded:
-        many, lse = attend(q if n == 1 else q.repeat(n, 1, 1), past, past_pages, fa3.PAST[D], most_rows)
-        parts, slots = many.view(n, T, H, D), lse.view(H, n, T).transpose(0, 1)
-    else:
-        found = []
-        for j in range(n):
-            of = slice(j * requests, (j + 1) * requests)
-            table = past[:, of.start : of.stop + 1]
-            some = None if past_pages is None else past_pages[of]
-            with beside(j):
-                found.append(attend(q, table, some, fa3.PAST[D], most_rows, parts[j])[1])
-        join()
-        slots = torch.stack(found)
-    launch_merge(
-        *(out, own_lse, parts, slots, position, sinks, out),
+
+    tables = Tables(
+        own=own,
+        own_pages=own_pages,
+        others=past,
+        other_pages=past_pages,
+        past=fa3.PAST[D],
+        requests=requests,
         kv_segment=kv_segment,
-        whole_lse=own_lse if with_lse else None,
+        most_rows=most_rows,
+        single=single,
+        folded=folded,
     )
-    return out, _kept(own_lse, with_lse)
-
-
-def _nothing(q: Tensor, with_lse: bool) -> tuple[Tensor, Tensor]:
-    """What an op returns for q: shapes and dtypes; empty where T is 0 or values do not matter."""
-    lse = q.new_empty((q.shape[1], q.shape[0]) if with_lse else (0,), dtype=torch.float32)
-    return q.new_empty(q.shape), lse
-
-
-def _kept(lse: Tensor | None, with_lse: bool) -> Tensor:
-    assert lse is not None or not with_lse
-    return lse if lse is not None and with_lse else torch.empty(0, dtype=torch.float32)
+    return by_library(attend, q, position, sinks, tables, **given)
 
 
 def _fake(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return _nothing(q, bool(rest[-1]))
+    return nothing(q, bool(rest[-1]))
 
 
 def _tiles(
@@ -414,6 +354,7 @@ def _tiles(
     pages: Tensor | None,
     units: Tensor | None,
     sinks: Tensor | None,
+    gradient: str,
     scale: float,
     kv_segment: int,
     window: int,
@@ -425,7 +366,7 @@ def _tiles(
     _check(q, k, v, position, sinks, tokens)
     T, H, D = q.shape
     if not T:
-        return _nothing(q, with_lse)
+        return nothing(q, with_lse)
     group = H // k.shape[-2]
     tile = (DECODE if single else WINDOW if window else PREFILL)[D]
     held = 1 if single else tokens_of(tile, group)
@@ -449,17 +390,14 @@ def _tiles(
         hardware=HARDWARE,
     )
     if slots == 1 and sinks is None:
-        return parts[0], _kept(lse[0], with_lse)
-    out = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
-    whole = torch.empty(H, T, dtype=torch.float32, device=q.device) if with_lse else None
-    launch_merge(
-        *(None, None, parts, lse, position, sinks, out),
+        return parts[0], kept(lse[0], with_lse)
+    return merged(
+        *(parts, lse, position, sinks),
         kv_segment=kv_segment,
         window=window,
-        whole_lse=whole,
+        with_lse=with_lse,
         hardware=HARDWARE,
     )
-    return out, _kept(whole, with_lse)
 
 
 def _grad(
@@ -489,7 +427,7 @@ def _grad_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
-_TABLES = "Tensor spans, Tensor owners, Tensor? pages, Tensor? units, Tensor? sinks"
+_TABLES = "Tensor spans, Tensor owners, Tensor? pages, Tensor? units, Tensor? sinks, str gradient"
 _FA3 = (
     "sm90_attention(Tensor q, Tensor k, Tensor v, Tensor position, Tensor own, Tensor? own_pages, Tensor past, "
     f"Tensor? past_pages, {_TABLES}, float scale, int kv_segment, int requests, int tokens, int most_rows, "
@@ -506,11 +444,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor], *, 
     ctx.mark_non_differentiable(lse)
     ctx.inputs, ctx.tiles = len(inputs), tiles
     at = 4 if tiles else 8
-    spans, _, _, units, sinks, scale = inputs[at : at + 6]
-    ctx.scale, ctx.window = scale, inputs[at + 7] if tiles else 0
-    ctx.most = inputs[
-        at + 9
-    ]  # most_keys of a tile's, most_rows of the library's: a plan with gradients has both alike
+    spans, _, _, units, sinks, ctx.gradient, ctx.scale = inputs[at : at + 7]
+    ctx.window = inputs[at + 8] if tiles else 0
+    # most_keys of a tile's, most_rows of the library's: a plan with gradients has both alike
+    ctx.most = inputs[at + 10]
     ctx.admitted = units is not None and inputs[-1]
     if ctx.admitted:
         ctx.save_for_backward(*inputs[:3], out, lse, spans, units, sinks)
@@ -532,7 +469,8 @@ def _backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
             "forward passes under torch.no_grad(), or a plan with gradients=True of whole contiguous sequences",
         )
     sinks = ctx.saved_tensors[-1]
-    dq, dk, dv, dsinks = _grad_op(g, *ctx.saved_tensors, ctx.scale, ctx.window, ctx.most)
+    grad = GRADIENTS[ctx.gradient]
+    dq, dk, dv, dsinks = grad(g, *ctx.saved_tensors, ctx.scale, ctx.window, ctx.most)
     found: list[Tensor | None] = [None] * ctx.inputs
     found[:3] = dq, dk, dv
     found[8 if ctx.tiles else 12] = None if sinks is None else dsinks
@@ -545,6 +483,7 @@ _grad_op = define(
     _grad,
     _grad_fake,
 )
+GRADIENTS = {"own": _grad_op}  # by a plan's `gradient`; `attention_cudnn` adds its own
 _op = define(_FA3, _attention, _fake, backward=_backward, setup_context=_setup_fa3)
 _tiles_op = define(_TILES, _tiles, _fake, backward=_backward, setup_context=_setup_tiles)
 
@@ -570,7 +509,7 @@ def attention(
         and torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     )
-    tables = (step.spans, step.owners, step.pages, step.units, sinks, scale, step.kv_segment)
+    tables = (step.spans, step.owners, step.pages, step.units, sinks, step.gradient, scale, step.kv_segment)
     if step.provider == "triton":
         sizes = (step.window, step.tokens, step.most_keys, step.single, with_lse)
         out: Tensor = _tiles_op(q, k, v, position, *tables, *sizes)[0]

@@ -9,21 +9,23 @@ chip's tensor-core steps and exp2 in the places where plain torch cannot state a
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
 from isoexec.kernels.attention.hopper import naive
-from isoexec.kernels.attention.hopper.kernel import _LN2, _unary, _weighed, lane_total, launch_merge
+from isoexec.kernels.attention.hopper.kernel import _unary, _weighed, lane_total, launch_merge, log_sum_exp
 from isoexec.kernels.attention.hopper.naive import BLOCK, WINDOW_BLOCK, constants
 from isoexec.kernels.hopper.arithmetic import power_of_two
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
-__all__ = ["chain", "exp2", "gradients", "launch_segment", "reference"]
+__all__ = ["chain", "exp2", "gradients", "in_segments", "launch_segment", "reference"]
 
 
 @triton.jit(do_not_specialize=["R", "n", "visible", "window"])
@@ -92,8 +94,7 @@ def segment_kernel(
     y = o * _unary(total, "rcp", HARDWARE)[:, None]
     at = row.to(tl.int64)[:, None] * o_row + h * o_head + d[None, :]
     tl.store(out + at, y.to(tl.bfloat16), mask=(row < R)[:, None])
-    last = tl.fma(m, tl.full([ROWS], 1.0, tl.float32) * c_ln2, _unary(total, "lg2", HARDWARE) * _LN2)
-    tl.store(lse + h * l_head + row, last, mask=row < R)
+    tl.store(lse + h * l_head + row, log_sum_exp(m, total, c_ln2, HARDWARE), mask=row < R)
 
 
 def launch_segment(
@@ -166,28 +167,44 @@ def reference(
 
     With a `window`, attention.mma_window/1.
     """
-    s, H, D = q.shape
-    count = -(-s // kv_segment)
-    parts = torch.zeros(count, s, H, D, dtype=q.dtype, device=q.device)
-    lse = torch.zeros(count, H, s, dtype=torch.float32, device=q.device)
-    for j in range(count):
-        first, end = j * kv_segment, min(s, (j + 1) * kv_segment)
-        rows = slice(first, min(s, end + window - 1) if window else s)  # that see a key of it
+
+    def one(rows: slice, keys: slice, out: Tensor, lse: Tensor) -> None:
         launch_segment(
-            q[rows],
-            k[first:end],
-            v[first:end],
-            parts[j, rows],
-            lse[j, :, rows],
+            *(q[rows], k[keys], v[keys], out, lse),
             visible=1,
             scale=scale,
             window=window,
             num_warps=num_warps,
             hardware=hardware,
         )
-    out = torch.empty_like(q)
-    position = torch.arange(s, dtype=torch.int32, device=q.device)
-    whole = torch.empty(H, s, dtype=torch.float32, device=q.device)
+
+    return in_segments(one, q, kv_segment=kv_segment, sinks=sinks, window=window, hardware=hardware)
+
+
+def in_segments(
+    one: Callable[[slice, slice, Tensor, Tensor], None],
+    like: Tensor,
+    *,
+    kv_segment: int,
+    sinks: Tensor | None = None,
+    window: int = 0,
+    hardware: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """A sequence's segments, merged: (bf16 as `like` [s, H, V], lse [H, s]).
+
+    `one(rows, keys, out, lse)` writes those rows over those keys, the first row being the first that sees the first key.
+    """
+    s, H, V = like.shape
+    count = -(-s // kv_segment)
+    parts = torch.zeros(count, s, H, V, dtype=like.dtype, device=like.device)
+    lse = torch.zeros(count, H, s, dtype=torch.float32, device=like.device)
+    for j in range(count):
+        first, end = j * kv_segment, min(s, (j + 1) * kv_segment)
+        rows = slice(first, min(s, end + window - 1) if window else s)  # that see a key of it
+        one(rows, slice(first, end), parts[j, rows], lse[j, :, rows])
+    out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    position = torch.arange(s, dtype=torch.int32, device=like.device)
+    whole = torch.empty(H, s, dtype=torch.float32, device=like.device)
     launch_merge(
         *(None, None, parts, lse, position, sinks, out),
         kv_segment=kv_segment,
@@ -269,18 +286,7 @@ def exp2(x: Tensor, hardware: bool = True) -> Tensor:
 
 
 def gradients(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    *,
-    window: int = 0,
-    sinks: Tensor | None = None,
-    hardware: bool = True,
+    *given: Any, hardware: bool = True, **more: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`naive.gradients` with the chip's bits; a whole head's weights lie in memory, so for some thousand rows at most."""
-    given = {"window": window, "sinks": sinks, "chain": chain, "exp2": partial(exp2, hardware=hardware)}
-    return naive.gradients(g, q, k, v, out, lse, scale, **given)  # type: ignore[arg-type]
+    return naive.gradients(*given, **more, chain=chain, exp2=partial(exp2, hardware=hardware))

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from isoexec.kernels.attention.hopper.kernel import _LN2, _unary, lane_total
+from isoexec.kernels.attention.hopper.kernel import _unary, lane_total, log_sum_exp
 from isoexec.kernels.attention.hopper.naive import BLOCK, constants
 from isoexec.kernels.hopper.arithmetic import power_of_two
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["MOST_GROUP", "Tuning", "aside", "launch_split"]
+__all__ = ["MOST_GROUP", "Tuning", "aside", "launch_scored", "launch_split"]
 
 MOST_GROUP = 16  # query heads a KV head
 
@@ -252,9 +252,7 @@ def sums_kernel(
             ),
             axis=0,
         )
-        last = tl.fma(
-            highest, tl.full([CHAINS // 4], 1.0, tl.float32) * c_ln2, _unary(found, "lg2", HARDWARE) * _LN2
-        )
+        last = log_sum_exp(highest, found, c_ln2, HARDWARE)
         tl.store(total + (kv * GROUP + h) * rows + row, found, mask=h < GROUP)
         tl.store(lse + (kv * GROUP + h) * rows + row, last, mask=h < GROUP)
 
@@ -363,51 +361,84 @@ def launch_split(
     `rows` counts a row a request and segment, as the table does. Rows that no entry has are not written.
     """
     T, H, D = q.shape
-    KV = k.shape[-2]
+
+    def score(grid: tuple[int, int], tables: tuple[Tensor, ...], cut: dict[str, Any]) -> None:
+        own, paged, scores, tops = tables
+        scores_kernel[grid](
+            *(q, k, own, paged, scores, tops, requests, T, own.stride(0), paged.stride(0)),
+            *(q.stride(0), q.stride(1), k.stride(0), k.stride(-3), k.stride(-2)),
+            **cut,
+            D=D,
+            PER=tuning.score_blocks,
+            num_warps=tuning.score_warps,
+            # keys looked up by page are two loads, and stages count both
+            num_stages=tuning.score_stages if pages is not None else (tuning.score_stages + 1) // 2,
+            enable_fp_fusion=False,
+        )
+
+    return launch_scored(
+        *(score, v, table, pages),
+        rows=(table.shape[1] - 1) // requests * T,  # a request may have no row
+        heads=H,
+        keys=BLOCK[D],
+        kv_segment=kv_segment,
+        scale=scale,
+        tuning=tuning,
+        hardware=hardware,
+    )
+
+
+def launch_scored(
+    score: Callable[[tuple[int, int], tuple[Tensor, ...], dict[str, Any]], None],
+    v: Tensor,
+    table: Tensor,
+    pages: Tensor | None,
+    *,
+    rows: int,
+    heads: int,
+    keys: int,
+    kv_segment: int,
+    scale: float,
+    tuning: Tuning,
+    hardware: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `launch_split`, whose scores of blocks of `keys` are what `score` launches.
+
+    v is [keys, KV, V] or [pages, page, KV, V] bf16, and KV groups of `heads` share keys; `score(grid, (table, pages, scores,
+    tops), constants)` writes the scores [GROUP, KEYS] and their maxima [GROUP], both fp32, of every entry, group and block.
+    """
+    KV, V = v.shape[-2:]
     entries = table.shape[1] - 1
-    keys = BLOCK[D]
     blocks = -(-kv_segment // keys)
-    group = H // KV
-    rows = entries // requests * T  # a request may have no row
+    group = heads // KV
     assert group <= MOST_GROUP
-    device = q.device
+    device = v.device
     chains = 4 * power_of_two(group)
     places = entries * KV * blocks
     width, most = power_of_two(keys), power_of_two(blocks)
-    scores = torch.empty(places * group * keys, dtype=torch.float32, device=device)
-    tops = torch.empty(places * group, dtype=torch.float32, device=device)
-    weights = torch.empty(places * 16 * width, dtype=torch.bfloat16, device=device)
-    ordered = torch.empty(places * chains * (keys // 4), dtype=torch.float32, device=device)
-    fades = torch.empty(places * 16, dtype=torch.float32, device=device)
-    lies = torch.empty(entries * blocks * width, dtype=torch.int32, device=device)
-    out = torch.empty(rows, H, D, dtype=torch.float32, device=device)
-    total = torch.empty(H, rows, dtype=torch.float32, device=device)
-    lse = torch.empty_like(total)
+
+    def space(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    scores, tops, fades = space(places * group * keys), space(places * group), space(places * 16)
+    weights, ordered = space(places * 16 * width, dtype=torch.bfloat16), space(places * chains * (keys // 4))
+    lies = space(entries * blocks * width, dtype=torch.int32)
+    out, total, lse = space(rows, heads, V), space(heads, rows), space(heads, rows)
     paged = table if pages is None else pages
     c, c_ln2 = constants(scale)
     both: dict[str, Any] = {"KV": KV, "GROUP": group, "KEYS": keys, "BLOCKS": blocks}
-    page = {"D": D, "WIDTH": width, "PAGE": 0 if pages is None else k.shape[1]}
-    scores_kernel[(-(-blocks // tuning.score_blocks), entries * KV)](
-        *(q, k, table, paged, scores, tops, requests, T, table.stride(0), paged.stride(0)),
-        *(q.stride(0), q.stride(1), k.stride(0), k.stride(-3), k.stride(-2)),
-        **both,
-        **page,
-        PER=tuning.score_blocks,
-        num_warps=tuning.score_warps,
-        # keys looked up by page are two loads, and stages count both
-        num_stages=tuning.score_stages if pages is not None else (tuning.score_stages + 1) // 2,
-        enable_fp_fusion=False,
-    )
+    page = {"WIDTH": width, "PAGE": 0 if pages is None else v.shape[1]}
+    plain = {"HARDWARE": hardware, "enable_fp_fusion": False}
+    grid = (-(-blocks // tuning.score_blocks), entries * KV)
+    score(grid, (table, paged, scores, tops), {**both, **page})
     weights_kernel[(blocks, entries * KV)](
         *(table, scores, tops, weights, ordered, fades, paged, lies, c, table.stride(0), paged.stride(0)),
         **both,
+        **page,
         CHAINS=chains,
-        WIDTH=width,
-        PAGE=page["PAGE"],
         MOST=most,
-        HARDWARE=hardware,
         num_warps=4,
-        enable_fp_fusion=False,
+        **plain,
     )
     with aside(device) as join:
         sums_kernel[(entries * KV,)](
@@ -416,15 +447,15 @@ def launch_split(
             CHAINS=chains,
             MOST=most,
             AHEAD=tuning.ahead,
-            HARDWARE=hardware,
             num_warps=1,
-            enable_fp_fusion=False,
+            **plain,
         )
-    values_kernel[(D // tuning.columns, entries * KV)](
+    values_kernel[(V // tuning.columns, entries * KV)](
         *(v, table, lies, weights, fades, out, table.stride(0)),
         *(v.stride(0), v.stride(-3), v.stride(-2)),
         **both,
         **page,
+        D=V,
         COLUMNS=tuning.columns,
         UNROLLED=tuning.unrolled,
         num_warps=tuning.warps,

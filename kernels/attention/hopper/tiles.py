@@ -15,14 +15,26 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from isoexec.kernels.attention.hopper.kernel import _LN2, _unary, lane_total
+from isoexec.kernels.attention.hopper.kernel import _unary, lane_total, log_sum_exp
 from isoexec.kernels.attention.hopper.naive import BLOCK, WINDOW_BLOCK, constants
 from isoexec.kernels.hopper.arithmetic import power_of_two
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DECODE", "PREFILL", "WINDOW", "Tile", "launch_map", "launch_tiles", "tokens_of"]
+__all__ = [
+    "DECODE",
+    "PREFILL",
+    "WINDOW",
+    "Tile",
+    "cache_of",
+    "launch_map",
+    "launch_tiles",
+    "place_of",
+    "tile_of",
+    "tokens_of",
+    "weigh",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +96,95 @@ def by_lane(p: tl.tensor, ROWS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def weigh(
+    s: tl.tensor,
+    m: tl.tensor,
+    lanes: tl.tensor,
+    c: tl.tensor,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    HARDWARE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """A block's weights [ROWS, WIDTH], the fade of what was before it, the lanes with its weights, and the new maximum.
+
+    A score that is not seen is -inf; not MASKED says that every row sees one.
+    """
+    high = tl.maximum(m, tl.max(s, axis=1))
+    base = tl.where(high == float("-inf"), 0.0, high) if MASKED else high
+    r = _unary((m - base) * c, "ex2", HARDWARE)
+    cs = tl.full([ROWS, WIDTH], 1.0, tl.float32) * c
+    p = _unary(tl.fma(s, cs, tl.zeros([ROWS, WIDTH], tl.float32) - (base * c)[:, None]), "ex2", HARDWARE)
+    # the fade takes the weights' way, so that it meets them in their layout and nothing is moved between threads
+    fade = _first(by_lane(tl.broadcast_to(r[:, None], (ROWS, WIDTH)), ROWS, WIDTH), ROWS, WIDTH // 4)
+    return p, r, in_order(lanes, by_lane(p, ROWS, WIDTH), fade, True, ROWS, WIDTH // 4), high
+
+
+@triton.jit
+def place_of(
+    pages: tl.tensor,
+    at: tl.tensor,
+    real: tl.tensor,
+    x_page: tl.tensor,
+    x_row: tl.tensor,
+    y_page: tl.tensor,
+    y_row: tl.tensor,
+    PAGE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Where the keys `at` of a sequence begin in each of two caches: keys in a row, or looked up by page."""
+    if PAGE == 0:
+        x = at.to(tl.int64) * x_row
+        y = at.to(tl.int64) * y_row
+    else:
+        page = tl.load(pages + at // PAGE, mask=real, other=0).to(tl.int64)
+        x = page * x_page + (at % PAGE) * x_row
+        y = page * y_page + (at % PAGE) * y_row
+    return x, y
+
+
+@triton.jit
+def tile_of(
+    spans: tl.tensor,
+    owners: tl.tensor,
+    b: tl.tensor,
+    s_row: tl.tensor,
+    w_row: tl.tensor,
+    TOKENS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Request b's first row and number of rows, the program's first of them, and positions of its first and last token."""
+    tokens = tl.load(spans + s_row + b)
+    before = tl.load(spans + 2 * s_row + b) - tokens
+    token0 = tl.load(owners + w_row + tl.program_id(0)) * TOKENS
+    return (
+        tl.load(spans + b),
+        tokens,
+        token0,
+        before + token0,
+        before + tl.minimum(token0 + TOKENS, tokens) - 1,
+    )
+
+
+@triton.jit
+def cache_of(
+    spans: tl.tensor,
+    pages: tl.tensor,
+    b: tl.tensor,
+    segment: tl.tensor,
+    s_row: tl.tensor,
+    p_row: tl.tensor,
+    PAGE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Where a segment of request b begins among what `place_of` counts, and its pages."""
+    if PAGE == 0:
+        base = segment + tl.load(spans + 3 * s_row + b)
+        own = pages
+    else:
+        base = segment
+        own = pages + b.to(tl.int64) * p_row
+    return base, own
+
+
+@triton.jit
 def _block(
     x: tl.tensor,
     k: tl.tensor,
@@ -116,13 +217,7 @@ def _block(
     d = tl.arange(0, D)
     key = start + col
     real = (col < KEYS) & (key < used)
-    if PAGE == 0:
-        at_k = (segment + key).to(tl.int64) * k_row
-        at_v = (segment + key).to(tl.int64) * v_row
-    else:
-        page = tl.load(pages + (segment + key) // PAGE, mask=real, other=0).to(tl.int64)
-        at_k = page * k_page + ((segment + key) % PAGE) * k_row
-        at_v = page * v_page + ((segment + key) % PAGE) * v_row
+    at_k, at_v = place_of(pages, segment + key, real, k_page, k_row, v_page, v_row, PAGE)
     if MASKED or WIDTH != KEYS:
         y = tl.load(k + at_k[None, :] + d[:, None], mask=real[None, :], other=0.0)
     else:
@@ -135,14 +230,7 @@ def _block(
         s = tl.where(seen, s, float("-inf"))
     elif WIDTH != KEYS:
         s = tl.where((col < KEYS)[None, :], s, float("-inf"))
-    high = tl.maximum(m, tl.max(s, axis=1))
-    base = tl.where(high == float("-inf"), 0.0, high) if MASKED else high
-    r = _unary((m - base) * c, "ex2", HARDWARE)
-    cs = tl.full([ROWS, WIDTH], 1.0, tl.float32) * c
-    p = _unary(tl.fma(s, cs, tl.zeros([ROWS, WIDTH], tl.float32) - (base * c)[:, None]), "ex2", HARDWARE)
-    # the fade takes the weights' way, so that it meets them in their layout and nothing is moved between threads
-    fade = _first(by_lane(tl.broadcast_to(r[:, None], (ROWS, WIDTH)), ROWS, WIDTH), ROWS, WIDTH // 4)
-    lanes = in_order(lanes, by_lane(p, ROWS, WIDTH), fade, True, ROWS, WIDTH // 4)
+    p, r, lanes, high = weigh(s, m, lanes, c, ROWS, WIDTH, MASKED, HARDWARE)
     if MASKED or WIDTH != KEYS:
         z = tl.load(v + at_v[:, None] + d[None, :], mask=real[:, None], other=0.0)
     else:
@@ -195,13 +283,7 @@ def tile_kernel(
 ) -> None:
     b = tl.load(owners + tl.program_id(0))
     if b < requests:
-        q0 = tl.load(spans + b)
-        tokens = tl.load(spans + s_row + b)
-        length = tl.load(spans + 2 * s_row + b)
-        token0 = tl.load(owners + w_row + tl.program_id(0)) * TOKENS
-        # positions of the tile's first and last token
-        p0 = length - tokens + token0
-        p1 = length - tokens + tl.minimum(token0 + TOKENS, tokens) - 1
+        q0, tokens, token0, p0, p1 = tile_of(spans, owners, b, s_row, w_row, TOKENS)
         j = tl.program_id(2)
         if WINDOWED:
             j += tl.maximum(p0 - window + 1, 0) // kv_segment
@@ -218,7 +300,7 @@ def tile_kernel(
             x = tl.load(
                 q + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=some[:, None], other=0.0
             )
-            position = length - tokens + token
+            position = p0 - token0 + token
             limit = tl.minimum(position + 1 - segment, kv_segment)
             low = position - window + 1 - segment if WINDOWED else limit
             last = (used - 1) // KEYS
@@ -226,40 +308,19 @@ def tile_kernel(
                 outer = tl.maximum(p0 - window + 1 - segment, 0) // KEYS - 1
             else:  # up to `outer` every row sees every key
                 outer = tl.minimum(tl.maximum(p0 + 1 - segment, 0), used) // KEYS - 1
-            if PAGE == 0:
-                base = segment + tl.load(spans + 3 * s_row + b)
-                own_pages = pages
-            else:
-                base = segment
-                own_pages = pages + b.to(tl.int64) * p_row
+            base, own_pages = cache_of(spans, pages, b, segment, s_row, p_row, PAGE)
             k += kv * k_head
             v += kv * v_head
             m = tl.full([ROWS], float("-inf"), tl.float32)
             o = tl.zeros([ROWS, D], tl.float32)
             lanes = tl.zeros([ROWS, 4], tl.float32)
-            for n in range(last - outer):
-                m, o, lanes = _block(
-                    *(x, k, v, own_pages, (last - n) * KEYS, base, used, low, limit, m, o, lanes, c),
-                    *(k_page, k_row, v_page, v_row, D, KEYS, WIDTH, ROWS, PAGE, True, WINDOWED, HARDWARE),
-                )
-            if not WINDOWED:
-                for n in range(outer + 1):
+            for half in tl.static_range(1 if WINDOWED else 2):
+                top = last if half == 0 else outer
+                for n in range(last - outer if half == 0 else outer + 1):
                     m, o, lanes = _block(
-                        *(x, k, v, own_pages, (outer - n) * KEYS, base, used, low, limit, m, o, lanes, c),
-                        *(
-                            k_page,
-                            k_row,
-                            v_page,
-                            v_row,
-                            D,
-                            KEYS,
-                            WIDTH,
-                            ROWS,
-                            PAGE,
-                            False,
-                            WINDOWED,
-                            HARDWARE,
-                        ),
+                        *(x, k, v, own_pages, (top - n) * KEYS, base, used, low, limit, m, o, lanes, c),
+                        *(k_page, k_row, v_page, v_row),
+                        *(D, KEYS, WIDTH, ROWS, PAGE, half == 0, WINDOWED, HARDWARE),
                     )
             total = lane_total(lanes)
             # a row that sees nothing here leaves its place as it is: the merge does not read it
@@ -270,7 +331,7 @@ def tile_kernel(
             y = o * _unary(total, "rcp", HARDWARE)[:, None]
             at = out + slot * o_slot + row[:, None] * o_row + head[:, None] * o_head + d[None, :]
             tl.store(at, y.to(tl.bfloat16), mask=written[:, None])
-            one = tl.fma(m, tl.full([ROWS], 1.0, tl.float32) * c_ln2, _unary(total, "lg2", HARDWARE) * _LN2)
+            one = log_sum_exp(m, total, c_ln2, HARDWARE)
             tl.store(lse + slot * l_slot + head * l_head + row, one, mask=written)
 
 

@@ -10,7 +10,7 @@ bits; the ROWS query rows of a step of the second are not: a latent row's gradie
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -41,32 +41,48 @@ KEYS = Tile(rows=ROWS, keys=32, warps=8, stages=1)
 
 
 class Operands(NamedTuple):
-    """What both kernels read.
+    """What both kernels read, tensors and then numbers; in a kernel pointers, types where one is compiled.
 
     q_rope [T, H, 64], q_latent and dout [T, H, 512], k_rope [keys, 64], latent [keys, 512] bf16; lse and delta [H, T] fp32. spans
     [4, B] int32: a sequence's first row, rows, keys and first key; units [2, n] int32: whose each tile of UNIT rows is, and which
     of its own. A sequence whose rows are not those of all its keys gets NaN.
     """
 
-    q_rope: Tensor
-    q_latent: Tensor
-    k_rope: Tensor
-    latent: Tensor
-    lse: Tensor
-    delta: Tensor
-    dout: Tensor
-    spans: Tensor
-    units: Tensor
-    scale: float
+    q_rope: Any
+    q_latent: Any
+    k_rope: Any
+    latent: Any
+    lse: Any
+    delta: Any
+    dout: Any
+    spans: Any
+    units: Any
+    scale: Any
+    requests: Any
+    s_row: Any
+    u_row: Any
+    qr_row: Any
+    qr_head: Any
+    ql_row: Any
+    ql_head: Any
+    kr_row: Any
+    c_row: Any
+    l_head: Any
+    d_head: Any
+    g_row: Any
+    g_head: Any
 
-    def strides(self) -> tuple[float, ...]:
-        """As the kernels take them."""
-        return (
-            *(self.spans.shape[1], self.spans.stride(0), self.units.stride(0), self.scale),
-            *(self.q_rope.stride(0), self.q_rope.stride(1), self.q_latent.stride(0), self.q_latent.stride(1)),
-            *(self.k_rope.stride(0), self.latent.stride(0), self.lse.stride(0), self.delta.stride(0)),
-            *(self.dout.stride(0), self.dout.stride(1)),
+    @classmethod
+    def made(cls, *tensors: Tensor, scale: float) -> Operands:
+        """From the nine tensors, with what they say of themselves."""
+        q_rope, q_latent, k_rope, latent, lse, delta, dout, spans, units = tensors
+        numbers: tuple[float, ...] = (
+            *(scale, spans.shape[1], spans.stride(0), units.stride(0)),
+            *(q_rope.stride(0), q_rope.stride(1), q_latent.stride(0), q_latent.stride(1)),
+            *(k_rope.stride(0), latent.stride(0), lse.stride(0), delta.stride(0)),
+            *(dout.stride(0), dout.stride(1)),
         )
+        return cls._make((*tensors, *numbers))
 
 
 @triton.jit
@@ -114,32 +130,60 @@ def _weights(
 
 
 @triton.jit
+def _unit_of(
+    of: Operands, unit: tl.tensor, b: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The first row, rows and first key of sequence b, its unit's place in it, and NaN unless its rows are its keys."""
+    count = tl.load(of.spans + of.s_row + b)
+    bad = tl.where(tl.load(of.spans + 2 * of.s_row + b) == count, 0.0, float("nan"))
+    return (
+        tl.load(of.spans + b).to(tl.int64),
+        count,
+        tl.load(of.spans + 3 * of.s_row + b).to(tl.int64),
+        tl.load(of.units + of.u_row + unit),
+        bad,
+    )
+
+
+@triton.jit
+def _queries_of(
+    of: Operands,
+    begin: tl.tensor,
+    i: tl.tensor,
+    count: tl.tensor,
+    h: tl.tensor,
+    TURN: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Head h's rows i of a sequence: both parts of the query, the result's gradient, the log-sum-exp and delta."""
+    turn = tl.arange(0, TURN)
+    d = tl.arange(0, WIDTH)
+    real = i < count
+    some = real[:, None]
+    at = begin + i
+    x = tl.load(of.q_rope + at[:, None] * of.qr_row + h * of.qr_head + turn[None, :], mask=some, other=0.0)
+    y = tl.load(of.q_latent + at[:, None] * of.ql_row + h * of.ql_head + d[None, :], mask=some, other=0.0)
+    g = tl.load(of.dout + at[:, None] * of.g_row + h * of.g_head + d[None, :], mask=some, other=0.0)
+    far = tl.load(of.lse + h * of.l_head + at, mask=real, other=0.0)
+    return x, y, g, far, tl.load(of.delta + h * of.d_head + at, mask=real, other=0.0)
+
+
+@triton.jit
+def _keys_of(
+    of: Operands, key: tl.tensor, there: tl.tensor, TURN: tl.constexpr, WIDTH: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Both parts of keys."""
+    turn = tl.arange(0, TURN)
+    d = tl.arange(0, WIDTH)
+    turned = tl.load(of.k_rope + key[:, None] * of.kr_row + turn[None, :], mask=there, other=0.0)
+    return turned, tl.load(of.latent + key[:, None] * of.c_row + d[None, :], mask=there, other=0.0)
+
+
+@triton.jit
 def query_kernel(
-    q_rope: tl.tensor,
-    q_latent: tl.tensor,
-    k_rope: tl.tensor,
-    latent: tl.tensor,
-    lse: tl.tensor,
-    delta: tl.tensor,
-    dout: tl.tensor,
-    spans: tl.tensor,
-    units: tl.tensor,
+    of: Operands,
     dq_rope: tl.tensor,
     dq_latent: tl.tensor,
-    requests: tl.tensor,
-    s_row: tl.tensor,
-    u_row: tl.tensor,
-    scale: tl.tensor,
-    qr_row: tl.tensor,
-    qr_head: tl.tensor,
-    ql_row: tl.tensor,
-    ql_head: tl.tensor,
-    kr_row: tl.tensor,
-    c_row: tl.tensor,
-    l_head: tl.tensor,
-    d_head: tl.tensor,
-    g_row: tl.tensor,
-    g_head: tl.tensor,
     H: tl.constexpr,
     TURN: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -150,72 +194,38 @@ def query_kernel(
     h = tl.program_id(0)
     place = tl.num_programs(1) - 1 - tl.program_id(1)  # a sequence's longest rows first
     unit = place // (WHOLE // TILE)
-    b = tl.load(units + unit)
-    if b < requests:
-        begin = tl.load(spans + b).to(tl.int64)
-        count = tl.load(spans + s_row + b)
-        k0 = tl.load(spans + 3 * s_row + b).to(tl.int64)
-        first = tl.load(units + u_row + unit) * WHOLE + place % (WHOLE // TILE) * TILE
+    b = tl.load(of.units + unit)
+    if b < of.requests:
+        begin, count, k0, index, bad = _unit_of(of, unit, b)
+        first = index * WHOLE + place % (WHOLE // TILE) * TILE
         if first < count:
-            turn = tl.arange(0, TURN)
-            d = tl.arange(0, WIDTH)
             i = first + tl.arange(0, TILE)
-            real = i < count
-            some = real[:, None]
-            at = begin + i
-            x = tl.load(q_rope + at[:, None] * qr_row + h * qr_head + turn[None, :], mask=some, other=0.0)
-            y = tl.load(q_latent + at[:, None] * ql_row + h * ql_head + d[None, :], mask=some, other=0.0)
-            g = tl.load(dout + at[:, None] * g_row + h * g_head + d[None, :], mask=some, other=0.0)
-            far = tl.load(lse + h * l_head + at, mask=real, other=0.0)
-            own = tl.load(delta + h * d_head + at, mask=real, other=0.0)
+            some = (i < count)[:, None]
+            x, y, g, far, own = _queries_of(of, begin, i, count, h, TURN, WIDTH)
             dx = tl.zeros([TILE, TURN], tl.float32)
             dy = tl.zeros([TILE, WIDTH], tl.float32)
             for j0 in range(0, tl.minimum(first + TILE, count), COLUMNS):
                 j = j0 + tl.arange(0, COLUMNS)
-                there = (j < count)[:, None]
-                key = k0 + j
-                turned = tl.load(k_rope + key[:, None] * kr_row + turn[None, :], mask=there, other=0.0)
-                rows = tl.load(latent + key[:, None] * c_row + d[None, :], mask=there, other=0.0)
+                turned, rows = _keys_of(of, k0 + j, (j < count)[:, None], TURN, WIDTH)
                 seen = (j[None, :] <= i[:, None]) & some
-                _, ds = _weights(x, y, g, turned, rows, far, own, seen, scale)
+                _, ds = _weights(x, y, g, turned, rows, far, own, seen, of.scale)
                 low = ds.to(tl.bfloat16)
                 dx = tl.dot(low, turned, dx)
                 dy = tl.dot(low, rows, dy)
-            bad = tl.where(tl.load(spans + 2 * s_row + b) == count, 0.0, float("nan"))
-            to = at[:, None] * H + h
+            to = (begin + i)[:, None] * H + h
+            turn = tl.arange(0, TURN)
+            d = tl.arange(0, WIDTH)
             tl.store(dq_rope + to * TURN + turn[None, :], (dx + bad).to(tl.bfloat16), mask=some)
             tl.store(dq_latent + to * WIDTH + d[None, :], (dy + bad).to(tl.bfloat16), mask=some)
 
 
 @triton.jit(do_not_specialize=["low", "high"])
 def key_kernel(
-    q_rope: tl.tensor,
-    q_latent: tl.tensor,
-    k_rope: tl.tensor,
-    latent: tl.tensor,
-    lse: tl.tensor,
-    delta: tl.tensor,
-    dout: tl.tensor,
-    spans: tl.tensor,
-    units: tl.tensor,
+    of: Operands,
     acc: tl.tensor,
     out: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
-    requests: tl.tensor,
-    s_row: tl.tensor,
-    u_row: tl.tensor,
-    scale: tl.tensor,
-    qr_row: tl.tensor,
-    qr_head: tl.tensor,
-    ql_row: tl.tensor,
-    ql_head: tl.tensor,
-    kr_row: tl.tensor,
-    c_row: tl.tensor,
-    l_head: tl.tensor,
-    d_head: tl.tensor,
-    g_row: tl.tensor,
-    g_head: tl.tensor,
     H: tl.constexpr,
     TURN: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -225,20 +235,17 @@ def key_kernel(
     CONTINUE: tl.constexpr,
 ) -> None:
     unit = tl.program_id(0) // (WHOLE // COLUMNS)
-    b = tl.load(units + unit)
-    if b < requests:
-        begin = tl.load(spans + b).to(tl.int64)
-        count = tl.load(spans + s_row + b)
-        k0 = tl.load(spans + 3 * s_row + b).to(tl.int64)
-        j0 = tl.load(units + u_row + unit) * WHOLE + tl.program_id(0) % (WHOLE // COLUMNS) * COLUMNS
+    b = tl.load(of.units + unit)
+    if b < of.requests:
+        begin, count, k0, index, bad = _unit_of(of, unit, b)
+        j0 = index * WHOLE + tl.program_id(0) % (WHOLE // COLUMNS) * COLUMNS
         if (j0 < count) & (k0 + j0 < high) & (k0 + j0 + COLUMNS > low):
             turn = tl.arange(0, TURN)
             d = tl.arange(0, WIDTH)
             j = j0 + tl.arange(0, COLUMNS)
             key = k0 + j
             there = ((j < count) & (key >= low) & (key < high))[:, None]
-            turned = tl.load(k_rope + key[:, None] * kr_row + turn[None, :], mask=there, other=0.0)
-            rows = tl.load(latent + key[:, None] * c_row + d[None, :], mask=there, other=0.0)
+            turned, rows = _keys_of(of, key, there, TURN, WIDTH)
             to = (key - low)[:, None] * (TURN + WIDTH)
             if CONTINUE:
                 dr = tl.load(acc + to + turn[None, :], mask=there, other=0.0)
@@ -249,25 +256,13 @@ def key_kernel(
             for h in range(H):
                 for i0 in range(j0 // TILE * TILE, count, TILE):
                     i = i0 + tl.arange(0, TILE)
-                    real = i < count
-                    some = real[:, None]
-                    at = begin + i
-                    x = tl.load(
-                        q_rope + at[:, None] * qr_row + h * qr_head + turn[None, :], mask=some, other=0.0
-                    )
-                    y = tl.load(
-                        q_latent + at[:, None] * ql_row + h * ql_head + d[None, :], mask=some, other=0.0
-                    )
-                    g = tl.load(dout + at[:, None] * g_row + h * g_head + d[None, :], mask=some, other=0.0)
-                    far = tl.load(lse + h * l_head + at, mask=real, other=0.0)
-                    own = tl.load(delta + h * d_head + at, mask=real, other=0.0)
-                    seen = (j[None, :] <= i[:, None]) & some
-                    p, ds = _weights(x, y, g, turned, rows, far, own, seen, scale)
+                    x, y, g, far, own = _queries_of(of, begin, i, count, h, TURN, WIDTH)
+                    seen = (j[None, :] <= i[:, None]) & (i < count)[:, None]
+                    p, ds = _weights(x, y, g, turned, rows, far, own, seen, of.scale)
                     turned_ds = ds.to(tl.bfloat16).T
                     dr = tl.dot(turned_ds, x, dr)
                     dc = tl.dot(turned_ds, y, dc)
                     dc = tl.dot(p.to(tl.bfloat16).T, g, dc)
-            bad = tl.where(tl.load(spans + 2 * s_row + b) == count, 0.0, float("nan"))
             kind = out.dtype.element_ty
             tl.store(out + to + turn[None, :], (dr + bad).to(kind), mask=there)
             tl.store(out + to + TURN + d[None, :], (dc + bad).to(kind), mask=there)
@@ -306,7 +301,7 @@ def launch_queries(given: Operands, tile: Tile = QUERIES) -> tuple[Tensor, Tenso
         torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (given.q_rope, given.q_latent)
     )
     query_kernel[(H, given.units.shape[1] * (UNIT // tile.rows))](
-        *(*given[:-1], dq_rope, dq_latent, *given.strides(), H, ROPE, LATENT),
+        *(given, dq_rope, dq_latent, H, ROPE, LATENT),
         WHOLE=UNIT,
         TILE=tile.rows,
         COLUMNS=tile.keys,
@@ -335,8 +330,7 @@ def launch_keys(
         out = torch.empty(keys.stop - keys.start, HEAD, dtype=dtype, device=given.latent.device)
     out.zero_()
     key_kernel[(given.units.shape[1] * (UNIT // tile.keys),)](
-        *(*given[:-1], out if acc is None else acc, out, keys.start, keys.stop),
-        *(*given.strides(), H, ROPE, LATENT),
+        *(given, out if acc is None else acc, out, keys.start, keys.stop, H, ROPE, LATENT),
         WHOLE=UNIT,
         TILE=tile.rows,
         COLUMNS=tile.keys,

@@ -8,6 +8,7 @@ are GPUs for them, they hand their gradients of keys on as processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -17,13 +18,12 @@ from torch.nn import functional as F
 
 from isoexec.kernels.attention.hopper import fa3
 from isoexec.kernels.attention.hopper.tiles import Tile
-from isoexec.kernels.gates import Gate, Run
+from isoexec.kernels.gates import Gate, Run, attentions
+from isoexec.kernels.gates.attentions import Kind, batches, edges, hang, providers
 from isoexec.kernels.gates.degrees import degrees, wants
-from isoexec.kernels.gates.forward import many, touched
+from isoexec.kernels.gates.forward import many
 from isoexec.kernels.gates.inputs import fill
-from isoexec.kernels.gates.recipes import gradients, trainer_forwards
 from isoexec.kernels.gates.sequences import Batch, Span
-from isoexec.kernels.hopper.timing import capture
 from isoexec.kernels.latent_attention.hopper import ops, reference, tiles
 from isoexec.kernels.latent_attention.hopper.naive import HEAD, LATENT, ROPE
 from isoexec.kernels.latent_attention.hopper.ops import Plan, latent_attention, plan
@@ -35,15 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["GATE", "Sequences", "native"]
 
 GATE = Gate("attention.latent_segments/1", "sm90")
-CASES = ("engine_prefill", "engine_decode", "trainer_fwd", "trainer_recompute", "trainer_score")
 HEADS = (16, 5, 20)  # of a rank: DeepSeek-V3 by 8, GLM-4.7-Flash by 4 and whole
 MANY = 128  # more than a tile holds
-PAGES = (64, 16, 256)
-MORE, SHORT = 777, 700  # keys beyond two segments, and those of a sequence within one
-DRAFTS = (2, 5, 13)  # rows of a request whose draft tokens are verified
-TRAINED = ((300, 1, 129), (700, 1, 129, 64))  # sequences whose gradients are held against the reference
-PADDING = 61
-REQUESTS = (2, 7, 33, 200)
 TILES = (Tile(rows=16, warps=8, stages=2), Tile(rows=32, warps=8, stages=1))
 ACCURACY = 2.0**-6  # of a gradient's norm: weights, their gradients and each result are rounded to bf16
 TOO_FAR = 1.2  # of the error that one pass over all keys makes
@@ -90,26 +83,10 @@ class Sequences(Batch):
         assert sinks is None, "latent attention has no sinks"
         return self.attend(self.q, self.k, self.position, self.whole(**free))
 
-    def rows(
-        self, spans: Sequence[Span], sinks: Tensor | None = None, **bounds: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Rows through the pages, as an engine's step: (result, the rows' places in the packed batch)."""
+    def paged(self, q: Tensor, position: Tensor, step: Any, sinks: Tensor | None = None) -> Tensor:
+        """Rows over the keys in pages, by a filled plan."""
         assert sinks is None, "latent attention has no sinks"
-        index, step, tables = self.step(spans, **bounds)
-        step.fill(tables[0], tables[1], blocks=tables[2])
-        return self.attend(self.q[index], self.keys, self.position[index], step), index
-
-    def step(self, spans: Sequence[Span], **bounds: Any) -> tuple[Tensor, Plan, tuple[Tensor, ...]]:
-        """Rows' places in the packed batch, an empty plan for them, and what fills it."""
-        index = torch.cat([self.starts[b] + torch.arange(a, e) for b, a, e in spans]).to(self.q.device)
-        sizes = [e - a for _, a, e in spans]
-        given = {"most_rows": max(sizes), "most_keys": max(self.lengths), **bounds}
-        step = self.plan(requests=len(spans), tokens=len(index), page=self.page, **given)
-        at = [0]
-        for n in sizes:
-            at.append(at[-1] + n)
-        blocks = self.blocks[[b for b, _, _ in spans]]
-        return index, step, (self.ints(at), self.ints([e for _, _, e in spans]), blocks)
+        return self.attend(q, self.keys, position, step)
 
     def by_reference(self, *, kv_segment: int = 0, **other: Any) -> tuple[Tensor, Tensor]:
         """By the reference alone, a sequence at a time: (result, log-sum-exps [H, rows])."""
@@ -135,12 +112,8 @@ class Sequences(Batch):
         """What `call`'s function takes."""
         return [self.q[..., :ROPE], self.q[..., ROPE:], self.k[..., LATENT:], self.k[..., :LATENT]]
 
-    def trained(self, g: Tensor, **free: Any) -> list[Tensor]:
-        """The packed result and the gradients of its inputs."""
-        return gradients(self.call(**free), self.inputs, g)
-
     def specified_gradients(self, g: Tensor) -> list[Tensor]:
-        """What `trained` must give, by the reference alone."""
+        """What `gradients` must give, by the reference alone."""
         out, lse = self.by_reference()
         parts = []
         for a, b in pairwise(self.starts):
@@ -162,50 +135,38 @@ def native(batch: Sequences, cu: Tensor, rows: int, keys: int, splits: int = 0, 
     return out
 
 
-def sequences(
-    run: Run, lengths: Sequence[int], heads: int, page: int, salt: int = 0, scale: float = 3.0
-) -> Sequences:
-    """Packed sequences of these lengths."""
-    rows = sum(lengths)
-    q = many(run, rows, heads, HEAD, salt=salt + 1, scale=scale)
-    k = many(run, rows, HEAD, salt=salt + 20, scale=2.0)
-    return Sequences(q, k, k, lengths, kv_segment=int(run.constants["kv_segment"]), page=page)
+class Latent(Kind):
+    """Head counts of a rank over one latent row a key."""
+
+    def named(self, heads: int) -> int:
+        """Query heads."""
+        return heads
+
+    def batch(
+        self,
+        run: Run,
+        heads: int,
+        lengths: Sequence[int],
+        page: int,
+        of: Any = Sequences,
+        q: float = 3.0,
+    ) -> Sequences:
+        """Packed sequences of these lengths, queries of the size `q`."""
+        rows = sum(lengths)
+        x = many(run, rows, heads, HEAD, salt=1, scale=q)
+        k = many(run, rows, HEAD, salt=20, scale=2.0)
+        found: Sequences = of(x, k, k, lengths, kv_segment=int(run.constants["kv_segment"]), page=page)
+        return found
 
 
-def _batches(run: Run, most: int | None = None) -> Iterator[tuple[Sequences, Tensor]]:
-    """Batches over the head counts, and each as the packed forward computes it."""
-    S = int(run.constants["kv_segment"])
-    run.covers(dtype=torch.bfloat16, case=CASES)
-    for i, heads in enumerate(run.pick(HEADS[:1], HEADS)[:most]):
-        page = next(p for p in (*PAGES[i % 3 :], *PAGES) if S % p == 0)
-        run.covers(heads=heads, page=page)
-        with run.poisoned():
-            batch = sequences(run, (2 * S + MORE, SHORT, S, S + 1, 1), heads, page, salt=i)
-            yield batch, batch.packed()
-
-
-def _providers(run: Run) -> Iterator[str]:
-    """The own kernel, and the library where a build of it is certified for this function."""
-    known = ("triton", "fa3") if ops.BUILDS else ("triton",)
-    for provider in run.over("provider", known):
-        if provider == "fa3":
-            run.covers(library=fa3.identity().build)
-        yield provider
-
-
-def _edges(batch: Sequences) -> list[int]:
-    """Positions of the first sequence around every size at which a block, a tile or a segment ends."""
-    S, n = batch.S, batch.lengths[0]
-    near = {p + d for p in (0, 64, 128, S // 2, S, 2 * S, n - 1) for d in (-1, 0, 1)}
-    return sorted(p for p in near if 0 <= p < n)
-
-
-def _drafts(batch: Sequences) -> list[Span]:
-    """Draft tokens of several requests in one step, over edges too."""
-    S, n = batch.S, batch.lengths[0]
-    starts = sorted({p for p in (0, 100 % n, S // 2 - 3, S - 6, 2 * S - 1) if 0 <= p < n - 1})
-    first = [(0, p, min(n, p + count)) for p in starts for count in DRAFTS]
-    return [*first, (1, 0, 1), (3, S - 1, S + 1), (0, n - 2, n)]
+@contextmanager
+def _split(few: int) -> Iterator[None]:
+    """Decode so few programs by keys and columns."""
+    before, ops.FEW_PROGRAMS = ops.FEW_PROGRAMS, few
+    try:
+        yield
+    finally:
+        ops.FEW_PROGRAMS = before
 
 
 def _others(run: Run, batch: Sequences, want: Tensor) -> None:
@@ -222,16 +183,27 @@ def _others(run: Run, batch: Sequences, want: Tensor) -> None:
     )
 
 
+KIND = Latent(
+    heads=HEADS,
+    trained=len(HEADS),
+    providers=("triton", "fa3") if ops.BUILDS else ("triton",),  # the library where a build is certified
+    decodings={"in tiles": lambda _: _split(0), "split": lambda _: _split(1 << 30)},
+    others=_others,
+    covered=lambda: {"library": fa3.identity().build} if ops.BUILDS else {},
+)
+hang(GATE, KIND, keyed=False)
+
+
 @GATE.check("conformance")
 def _conformance(run: Run) -> None:
-    for batch, want in _batches(run):
+    for batch, want, trained in batches(run, KIND):
         H = batch.q.shape[1]
         some = run.pick(
             sorted({0, H // 2, H - 1}), list(range(H))
         )  # the reference takes its time for each head
         out, _ = batch.of(batch.q[:, some], batch.k, batch.k, batch.lengths).by_reference()
         run.holds(out.isfinite())
-        for provider in _providers(run):
+        for provider in providers(run, KIND, trained):
             run.equal(batch.packed(provider=provider)[:, some], out)
         _free(run, batch, want)
         at = batch.sequence(3)
@@ -245,9 +217,9 @@ def _conformance(run: Run) -> None:
             run.control(name, near.by_reference(**other), right)
         _against_fp64(run, batch, want)
     with run.poisoned():
-        wide = sequences(run, (SHORT, 1), MANY, PAGES[0])
+        wide = KIND.batch(run, MANY, (attentions.SHORT, 1), attentions.PAGES[0])
         run.covers(heads=MANY)
-        for provider in _providers(run):
+        for provider in run.over("provider", KIND.providers):
             run.equal(wide.packed(provider=provider), wide.by_reference()[0])
 
 
@@ -281,73 +253,6 @@ def _against_fp64(run: Run, batch: Sequences, want: Tensor) -> None:
     run.holds(torch.tensor([off < TOO_FAR**2 * admitted]))
 
 
-@GATE.check("case_parity")
-def _case_parity(run: Run) -> None:
-    """Prefill through pages, decode and its replay from a CUDA graph, draft tokens, the trainer's forwards."""
-    for batch, want in _batches(run):
-        spans: list[Span] = [(0, p, p + 1) for p in _edges(batch)]
-        for provider in _providers(run):
-            whole, index = batch.rows([(b, 0, n) for b, n in enumerate(batch.lengths)], provider=provider)
-            run.equal(whole, want[index])
-            for few in run.over("split", (0, 1 << 30) if provider == "triton" else (0,)):
-                before, ops.FEW_PROGRAMS = ops.FEW_PROGRAMS, few
-                try:
-                    got, index = batch.rows(spans, provider=provider)
-                    run.equal(got, want[index])
-                    if run.device.type == "cuda":
-                        run.equal(_replayed(batch, spans, provider), got)
-                finally:
-                    ops.FEW_PROGRAMS = before
-            drafts = _drafts(batch)
-            run.covers(draft_tokens=DRAFTS)
-            several, _ = batch.rows(drafts, provider=provider)
-            single, _ = batch.rows(
-                [(b, p, p + 1) for b, a, e in drafts for p in range(a, e)], provider=provider
-            )
-            run.equal(several, single)
-            for out in trainer_forwards(batch.call(provider=provider), *batch.inputs).values():
-                run.equal(out, want)
-        late, _ = batch.rows([(b, a - 1, e - 1) for b, a, e in drafts if a])
-        run.control("a_draft_one_token_late", late, batch.rows([span for span in drafts if span[1]])[0])
-        _others(run, batch, want)
-
-
-def _replayed(batch: Sequences, spans: Sequence[Span], provider: str) -> Tensor:
-    index, step, (q_start, lengths, blocks) = batch.step(spans, provider=provider)
-    q, position, ends = batch.q[index], batch.position[index], lengths.clone()
-    lengths.fill_(1)
-    outs: list[Tensor] = []
-
-    def call(_: int) -> None:
-        step.fill(q_start, lengths, blocks=blocks)
-        outs.append(batch.attend(q, batch.keys, position, step))
-
-    graph = capture(call, 1)
-    lengths.copy_(ends)  # the graph fills its tables itself
-    graph.replay()
-    torch.cuda.synchronize()
-    return outs[-1]
-
-
-@GATE.check("batch_invariance")
-def _batch_invariance(run: Run) -> None:
-    for batch, want in _batches(run):
-        S = batch.S
-        spans = [(0, p, p + 1) for p in _edges(batch)] + [(b, n - 1, n) for b, n in enumerate(batch.lengths)]
-        spans += [(1, 0, SHORT), (3, S - 9, S + 1)]
-        for provider in _providers(run):
-            for one in spans:
-                got, index = batch.rows([one], provider=provider)
-                run.equal(got, want[index])
-            for count in run.over("requests", REQUESTS):
-                several = (spans * (count // len(spans) + 1))[:count]
-                got, index = batch.rows(several, provider=provider, most_keys=run.pick(3, 6) * S)
-                run.equal(got, want[index])
-            for b in range(len(batch.lengths)):
-                run.equal(batch.alone(b).packed(provider=provider), want[batch.sequence(b)])
-        _others(run, batch, want)
-
-
 wants(GATE, "partition_invariance", TP=(1, 2, 4))
 
 
@@ -367,25 +272,30 @@ def _ranked(
     k = fill(rows, HEAD, salt=20, dtype=torch.bfloat16, scale=2.0)
     q, g, k = (x.to(device) for x in (q, g, k))
     own = slice(rank * heads // size, (rank + 1) * heads // size)
-    batch = Sequences(q[:, own], k, k, lengths, kv_segment=S, page=PAGES[0])
-    return [x.cpu() for x in batch.trained(g[:, own], group=group)]
+    batch = Sequences(q[:, own], k, k, lengths, kv_segment=S, page=attentions.PAGES[0])
+    return [x.cpu() for x in batch.gradients(g[:, own], group=group)]
 
 
 @GATE.check("partition_invariance")
 def _partition(run: Run) -> None:
     """A rank owns whole heads: their bits are theirs among all, and gradients of keys, handed on, are those of one rank."""
-    for batch, want in _batches(run):
-        spans: list[Span] = [(0, p, p + 1) for p in _edges(batch)]
+    for batch, want, trained in batches(run, KIND):
+        spans: list[Span] = [(0, p, p + 1) for p in edges(batch)]
         shares = [n for n in (1, 2, 4, 8) if batch.q.shape[1] % n == 0]
         for ranks in run.over("heads_in_parts", shares):
             for rank in range(ranks):
                 own, queries, _ = batch.heads(rank, ranks)
-                for provider in _providers(run):
+                for provider in providers(run, KIND, trained):
                     run.equal(own.packed(provider=provider), want[:, queries])
                     got, index = own.rows(spans, provider=provider)
                     run.equal(got, want[index][:, queries])
         run.control("the_next_head", want.roll(1, 1), want)
-    given = (HEADS[0] // 4 * 4 or 4, int(run.constants["kv_segment"]), run.pick(*TRAINED), run.device.type)
+    given = (
+        HEADS[0] // 4 * 4 or 4,
+        int(run.constants["kv_segment"]),
+        run.pick(*attentions.TRAINED),
+        run.device.type,
+    )
     whole = _ranked(0, 1, None, *given)
     parts = [_ranked(rank, 2, None, *given) for rank in range(2)]  # each as if it were alone
     run.control("sums_of_two_ranks_added", parts[0][4] + parts[1][4], whole[4])
@@ -397,32 +307,11 @@ def _partition(run: Run) -> None:
             run.equal(part[3:], whole[3:])
 
 
-@GATE.check("resume_exactness")
-def _resume(run: Run) -> None:
-    for batch, want in _batches(run):
-        S, n = batch.S, batch.lengths[0]
-        early = n // 7
-        cuts = ((0, early, S - 1, S, S + 1, n), (0, 1, 130 % n, 2 * S + 5, n), (0, S // 2, 3 * S // 2, n))
-        for provider in _providers(run):
-            for a, e in (pair for cut in cuts for pair in pairwise(sorted(set(cut)))):
-                for folded in (True, False) if provider == "fa3" else (True,):
-                    got, index = batch.rows([(0, a, e)], folded=folded, provider=provider)
-                    run.equal(got, want[index])
-            mixed = [(3, S, S + 1), (0, early, 2 * S + 6), (1, SHORT - 1, SHORT), (2, 5, 5), (1, 0, SHORT)]
-            got, index = batch.rows(mixed, provider=provider)
-            run.equal(got, want[index])
-        part, index = batch.rows([(0, early, S)], kv_segment=S // 2)
-        run.control("segments_from_elsewhere", part, want[index])
-        stale = batch.alone(0)
-        stale.blocks[0, 0] = stale.blocks[0, 1]
-        run.control("a_stale_page", stale.rows([(0, early, S)])[0], want[early:S])
-
-
 @GATE.check("degenerate_shapes")
 def _degenerate(run: Run) -> None:
-    for batch, want in _batches(run, 1):
+    for batch, want, trained in batches(run, KIND, 1):
         H = batch.q.shape[1]
-        for provider in _providers(run):
+        for provider in providers(run, KIND, trained):
             got, index = batch.rows([(4, 0, 1), (1, 3, 3), (0, 0, 1)], provider=provider)
             run.equal(got, want[index])
             run.equal(
@@ -452,50 +341,26 @@ def _degenerate(run: Run) -> None:
         )
 
 
-@GATE.check("rerun_determinism")
-def _rerun(run: Run) -> None:
-    for batch, want in _batches(run):
-        spans: list[Span] = [(0, p, p + 1) for p in _edges(batch)]
-        times = run.pick(2, 10)
-        run.covers(runs=times + 1)
-        g = many(run, *want.shape, salt=60)
-        first, grads = batch.rows(spans)[0], batch.trained(g)
-        for provider in _providers(run):
-            for _ in range(times):
-                run.equal(batch.packed(provider=provider), want)
-                run.equal(batch.rows(spans, provider=provider)[0], first)
-        for _ in range(run.pick(1, 4)):
-            run.equal(batch.trained(g), grads)
-        run.control("the_last_bit_of_one_in_seven", touched(want), want)
-
-
 @GATE.check("backward")
 def _backward(run: Run) -> None:
     """Gradients are the reference's, whoever computed the result; near float64; padding and company are nothing to them."""
-    run.covers(dtype=torch.bfloat16)
+    run.covers(dtype=torch.bfloat16, **KIND.covered())
     for heads in run.over("heads", run.pick(HEADS[:1], HEADS)):
-        lengths = run.pick(*TRAINED)
+        lengths = run.pick(*attentions.TRAINED)
         with run.poisoned():
-            batch = sequences(run, lengths, heads, PAGES[0], scale=2.0)
+            batch = KIND.batch(run, heads, lengths, attentions.PAGES[0], q=2.0)
             g = many(run, len(batch.q), heads, LATENT, salt=60)
             want = batch.specified_gradients(g)
-            for provider in _providers(run):
-                run.equal(batch.trained(g, provider=provider), want)
+            for provider in run.over("provider", KIND.providers):
+                run.equal(batch.gradients(g, provider=provider), want)
             _near_float64(run, batch, g, want)
             last = len(lengths) - 1
             at = batch.sequence(last)
-            run.equal(batch.alone(last).trained(g[at]), [x[at] for x in want])
-            n = lengths[0]
-            rows = [
-                torch.cat([x[:n], many(run, PADDING, *x.shape[1:], salt=70)])
-                for x in (batch.q, batch.k, batch.v)
-            ]
-            padded = batch.of(rows[0], rows[1], rows[1], [n + PADDING])
-            longer = torch.cat([g[:n], torch.zeros_like(g[:PADDING])])
-            run.equal([x[:n] for x in padded.trained(longer)], [x[:n] for x in want])
-            swapped = batch.of(batch.q.flip(1), batch.k, batch.k, lengths).trained(g.flip(1))
+            run.equal(batch.alone(last).gradients(g[at]), [x[at] for x in want])
+            attentions.padded_at_the_end(run, batch, g, want, attentions.PADDING)
+            swapped = batch.of(batch.q.flip(1), batch.k, batch.k, lengths).gradients(g.flip(1))
             run.control("heads_in_another_order", swapped[4], want[4])
-            run.control("another_segment", batch.trained(g, kv_segment=32)[1], want[1])
+            run.control("another_segment", batch.gradients(g, kv_segment=32)[1], want[1])
 
 
 def _near_float64(run: Run, batch: Sequences, g: Tensor, found: Sequence[Tensor]) -> None:

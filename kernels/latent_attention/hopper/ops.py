@@ -15,8 +15,15 @@ import torch
 
 from isoexec.kernels.attention.hopper import fa3
 from isoexec.kernels.attention.hopper import ops as segments
-from isoexec.kernels.attention.hopper.kernel import launch_merge
 from isoexec.kernels.attention.hopper.ops import Maker
+from isoexec.kernels.attention.hopper.segments import (
+    Tables,
+    by_library,
+    check_rows,
+    kept,
+    merged,
+    nothing,
+)
 from isoexec.kernels.attention.hopper.tiles import launch_map
 from isoexec.kernels.domain import DomainError, require
 from isoexec.kernels.groups import name_of, resolve
@@ -129,24 +136,7 @@ def _check(
         f"{[str(x.dtype) for x in (q_rope, q_latent, k_rope, latent)]}",
         "bfloat16, dense in the last dimension",
     )
-    require(
-        tokens == T and position.shape == (T,) and position.dtype == torch.int32 and position.is_contiguous(),
-        _NAME,
-        f"{T} rows, positions {list(position.shape)} {position.dtype}",
-        f"the plan's {tokens} rows and an int32 position for each",
-    )
-
-
-def _nothing(q_latent: Tensor, with_lse: bool) -> tuple[Tensor, Tensor]:
-    """What the op returns: shapes and dtypes; empty where there is no row or values do not matter."""
-    T, H, _ = q_latent.shape
-    lse = q_latent.new_empty((H, T) if with_lse else (0,), dtype=torch.float32)
-    return q_latent.new_empty(q_latent.shape), lse
-
-
-def _kept(lse: Tensor | None, with_lse: bool) -> Tensor:
-    assert lse is not None or not with_lse
-    return lse if lse is not None and with_lse else torch.empty(0, dtype=torch.float32)
+    check_rows(_NAME, T, position, tokens)
 
 
 def _attention(
@@ -178,25 +168,44 @@ def _attention(
     _check(q_rope, q_latent, k_rope, latent, position, tokens, page)
     T, H, _ = q_latent.shape
     if not T:
-        return _nothing(q_latent, with_lse)
+        return nothing(q_latent, with_lse)
+    merging: dict[str, Any] = {"with_lse": with_lse, "hardware": HARDWARE}
     if maker == "fa3":
-        out, lse = _by_library(
-            *(q_rope, q_latent, k_rope, latent, position, own, own_pages, past, past_pages),
+        k, v = k_rope.unsqueeze(-2), latent.unsqueeze(-2)
+
+        def attend(
+            copies: int,
+            table: Tensor,
+            of: Tensor | None,
+            path: fa3.Path3,
+            rows: int,
+            out: Tensor | None = None,
+        ) -> tuple[Tensor, Tensor]:
+            x, y = (t if copies == 1 else t.repeat(copies, 1, 1) for t in (q_rope, q_latent))
+            sizes: dict[str, Any] = {"scale": scale, "most_rows": rows, "most_keys": kv_segment}
+            return fa3.call(x, k, v, table, of, path=path, out=out, q_v=y, **sizes)
+
+        tables = Tables(
+            own=own,
+            own_pages=own_pages,
+            others=past,
+            other_pages=past_pages,
+            past="plain",
             requests=spans.shape[1],
-            scale=scale,
             kv_segment=kv_segment,
             most_rows=most_rows,
             single=single,
             folded=folded,
         )
-        return out, _kept(lse, with_lse)
+        return by_library(attend, q_latent, position, None, tables, **merging)
+    merging["kv_segment"] = kv_segment
     count = -(-most_keys // kv_segment)
     entries = own.shape[1] - 1 if single else 0
     if 0 < entries * groups_of(H) <= FEW_PROGRAMS:
         sizes = {"requests": spans.shape[1], "kv_segment": kv_segment, "scale": scale, "hardware": HARDWARE}
         split, totals, lse = launch_split(q_rope, q_latent, k_rope, latent, own, own_pages, **sizes)  # type: ignore[arg-type]
         slots, each = (x.view(H, count, T).transpose(0, 1) for x in (lse, totals))
-        return _merged(split.view(count, T, H, LATENT), slots, position, kv_segment, with_lse, each)
+        return merged(split.view(count, T, H, LATENT), slots, position, None, totals=each, **merging)
     tile = tiles.decode_tile(H) if single else tiles.PREFILL
     held = 1 if single else tiles.tokens_of(tile, H)
     device = q_latent.device
@@ -214,94 +223,12 @@ def _attention(
         hardware=HARDWARE,
     )
     if count == 1:
-        return parts[0], _kept(lse[0], with_lse)
-    return _merged(parts, lse, position, kv_segment, with_lse)
-
-
-def _merged(
-    parts: Tensor,
-    lse: Tensor,
-    position: Tensor,
-    kv_segment: int,
-    with_lse: bool,
-    totals: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Parts [n, T, H, 512], lse [n, H, T] and `totals` still to be divided by, segment by segment, in one; and lse [H, T]."""
-    out = torch.empty(parts.shape[1:], dtype=torch.bfloat16, device=parts.device)
-    whole = torch.empty(lse.shape[1:], dtype=torch.float32, device=lse.device) if with_lse else None
-    launch_merge(
-        *(None, None, parts, lse, position, None, out),
-        kv_segment=kv_segment,
-        totals=totals,
-        whole_lse=whole,
-        hardware=HARDWARE,
-    )
-    return out, _kept(whole, with_lse)
-
-
-def _by_library(
-    q_rope: Tensor,
-    q_latent: Tensor,
-    k_rope: Tensor,
-    latent: Tensor,
-    position: Tensor,
-    own: Tensor,
-    own_pages: Tensor | None,
-    past: Tensor,
-    past_pages: Tensor | None,
-    *,
-    requests: int,
-    scale: float,
-    kv_segment: int,
-    most_rows: int,
-    single: bool,
-    folded: bool,
-) -> tuple[Tensor, Tensor]:
-    T, H, _ = q_latent.shape
-    k, v = k_rope.unsqueeze(-2), latent.unsqueeze(-2)
-
-    def attend(
-        copies: int, table: Tensor, of: Tensor | None, path: fa3.Path3, rows: int, to: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        x, y = (t if copies == 1 else t.repeat(copies, 1, 1) for t in (q_rope, q_latent))
-        sizes = {"scale": scale, "path": path, "most_rows": rows, "most_keys": kv_segment}
-        return fa3.call(x, k, v, table, of, out=to, q_v=y, **sizes)  # type: ignore[arg-type]
-
-    if single:
-        n = (own.shape[1] - 1) // requests
-        many, slots = attend(n, own, own_pages, "causal", 1)
-        if n == 1:
-            return many, slots
-        parts, slots = many.view(n, T, H, LATENT), slots.view(H, n, T).transpose(0, 1)
-        return _merged(parts, slots, position, kv_segment, True)
-    out = torch.empty(T, H, LATENT, dtype=q_latent.dtype, device=q_latent.device)
-    _, own_lse = attend(1, own, own_pages, "causal", min(most_rows, kv_segment), out)
-    n = (past.shape[1] - 1) // requests if past.numel() else 0
-    if not n:
-        return out, own_lse
-    if folded:
-        many, slots = attend(n, past, past_pages, "plain", most_rows)
-        parts, slots = many.view(n, T, H, LATENT), slots.view(H, n, T).transpose(0, 1)
-    else:
-        parts = torch.empty(n, *out.shape, dtype=out.dtype, device=out.device)
-        found = []
-        for j in range(n):
-            some = slice(j * requests, (j + 1) * requests)
-            table = past[:, some.start : some.stop + 1]
-            of = None if past_pages is None else past_pages[some]
-            found.append(attend(1, table, of, "plain", most_rows, parts[j])[1])
-        slots = torch.stack(found)
-    launch_merge(
-        *(out, own_lse, parts, slots, position, None, out),
-        kv_segment=kv_segment,
-        whole_lse=own_lse,
-        hardware=HARDWARE,
-    )
-    return out, own_lse
+        return parts[0], kept(lse[0], with_lse)
+    return merged(parts, lse, position, None, **merging)
 
 
 def _fake(q_rope: Tensor, q_latent: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return _nothing(q_latent, bool(rest[-1]))
+    return nothing(q_latent, bool(rest[-1]))
 
 
 def _grad(
@@ -319,7 +246,7 @@ def _grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     g = g if g.stride(-1) == 1 else g.contiguous()
     delta = launch_delta(out, g)
-    given = Operands(q_rope, q_latent, k_rope, latent, lse, delta, g, spans, units, scale)
+    given = Operands.made(q_rope, q_latent, k_rope, latent, lse, delta, g, spans, units, scale=scale)
     dq_rope, dq_latent = launch_queries(given)
     everything = slice(0, len(latent))
     if not group:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 import triton
 import triton.language as tl
 
-from isoexec.kernels.attention.hopper.kernel import _unary, _weighed, lane_total, launch_merge
-from isoexec.kernels.attention.hopper.naive import LN2, constants
-from isoexec.kernels.attention.hopper.reference import chain
+from isoexec.kernels.attention.hopper.kernel import _unary, _weighed, lane_total, log_sum_exp
+from isoexec.kernels.attention.hopper.naive import constants
+from isoexec.kernels.attention.hopper.reference import chain, in_segments
 from isoexec.kernels.latent_attention.hopper import naive
 from isoexec.kernels.latent_attention.hopper.naive import BLOCK, LATENT, ROPE
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["gradients", "launch_segment", "reference"]
-
-_LN2 = tl.constexpr(LN2)
 
 
 @triton.jit(do_not_specialize=["R", "n", "visible"])
@@ -91,8 +88,7 @@ def segment_kernel(
     total = lane_total(lanes)
     result = o * _unary(total, "rcp", HARDWARE)[:, None]
     tl.store(out + at_row * o_row + h * o_head + d[None, :], result.to(tl.bfloat16), mask=real_row)
-    last = tl.fma(m, tl.full([ROWS], 1.0, tl.float32) * c_ln2, _unary(total, "lg2", HARDWARE) * _LN2)
-    tl.store(lse + h * l_head + row, last, mask=row < R)
+    tl.store(lse + h * l_head + row, log_sum_exp(m, total, c_ln2, HARDWARE), mask=row < R)
 
 
 def launch_segment(
@@ -160,31 +156,17 @@ def reference(
     **other: bool | int,
 ) -> tuple[Tensor, Tensor]:
     """One sequence from position 0, by Triton alone: (bf16 [s, H, 512], lse [H, s]); `other` are `launch_segment`'s controls."""
-    s, H, _ = q_latent.shape
-    count = -(-s // kv_segment)
-    parts = torch.zeros(count, s, H, LATENT, dtype=q_latent.dtype, device=q_latent.device)
-    lse = torch.zeros(count, H, s, dtype=torch.float32, device=q_latent.device)
-    for j in range(count):
-        first, end = j * kv_segment, min(s, (j + 1) * kv_segment)
+
+    def one(rows: slice, keys: slice, out: Tensor, lse: Tensor) -> None:
         launch_segment(
-            q_rope[first:],
-            q_latent[first:],
-            k_rope[first:end],
-            latent[first:end],
-            parts[j, first:],
-            lse[j, :, first:],
+            *(q_rope[rows], q_latent[rows], k_rope[keys], latent[keys], out, lse),
             visible=1,
             scale=scale,
             hardware=hardware,
             **other,  # type: ignore[arg-type]
         )
-    out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
-    position = torch.arange(s, dtype=torch.int32, device=q_latent.device)
-    whole = torch.empty(H, s, dtype=torch.float32, device=q_latent.device)
-    launch_merge(
-        None, None, parts, lse, position, None, out, kv_segment=kv_segment, whole_lse=whole, hardware=hardware
-    )
-    return out, whole
+
+    return in_segments(one, q_latent, kv_segment=kv_segment, hardware=hardware)
 
 
 def gradients(*given: Any) -> tuple[Tensor, Tensor, Tensor]:

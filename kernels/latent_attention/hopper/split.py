@@ -8,20 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 import triton
 import triton.language as tl
 
-from isoexec.kernels.attention.hopper.naive import constants
-from isoexec.kernels.attention.hopper.split import (
-    MOST_GROUP,
-    Tuning,
-    aside,
-    sums_kernel,
-    values_kernel,
-    weights_kernel,
-)
-from isoexec.kernels.hopper.arithmetic import power_of_two
+from isoexec.kernels.attention.hopper.split import MOST_GROUP, Tuning, launch_scored
 from isoexec.kernels.latent_attention.hopper.naive import BLOCK, LATENT, ROPE
 
 if TYPE_CHECKING:
@@ -131,73 +121,31 @@ def launch_split(
     `rows` counts a row a request and segment, as the table does. Rows that no entry has are not written.
     """
     T, H, _ = q_latent.shape
-    KV, entries, blocks = groups_of(H), table.shape[1] - 1, -(-kv_segment // BLOCK)
-    group, rows, places = H // KV, entries // requests * T, entries * KV * blocks
-    chains = 4 * power_of_two(group)
-    device = latent.device
+    # all groups have the same values
+    values = latent.unsqueeze(-2).expand(*latent.shape[:-1], groups_of(H), LATENT)
 
-    def space(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(count, dtype=dtype, device=device)
-
-    scores, tops, fades = space(places * group * BLOCK), space(places * group), space(places * 16)
-    weights, ordered = space(places * 16 * BLOCK, torch.bfloat16), space(places * chains * (BLOCK // 4))
-    lies = space(entries * blocks * BLOCK, torch.int32)
-    out, total = space(rows * H * LATENT), space(H * rows)
-    lse = torch.empty_like(total)
-    paged = table if pages is None else pages
-    c, c_ln2 = constants(scale)
-    both: dict[str, Any] = {"KV": KV, "GROUP": group, "KEYS": BLOCK, "BLOCKS": blocks}
-    page = 0 if pages is None else latent.shape[1]
-    most = power_of_two(blocks)
-    plain = {"enable_fp_fusion": False}
-    scores_kernel[(-(-blocks // tuning.score_blocks), entries * KV)](
-        *(q_rope, q_latent, k_rope, latent, table, paged, scores, tops, requests, T),
-        *(table.stride(0), paged.stride(0)),
-        *(q_rope.stride(0), q_rope.stride(1), q_latent.stride(0), q_latent.stride(1)),
-        *(k_rope.stride(0), k_rope.stride(-2), latent.stride(0), latent.stride(-2)),
-        **both,
-        TURN=ROPE,
-        WIDTH=LATENT,
-        PAGE=page,
-        PER=tuning.score_blocks,
-        num_warps=tuning.score_warps,
-        num_stages=tuning.score_stages,
-        **plain,
-    )
-    weights_kernel[(blocks, entries * KV)](
-        *(table, scores, tops, weights, ordered, fades, paged, lies, c, table.stride(0), paged.stride(0)),
-        **both,
-        CHAINS=chains,
-        WIDTH=BLOCK,
-        PAGE=page,
-        MOST=most,
-        HARDWARE=hardware,
-        num_warps=4,
-        **plain,
-    )
-    with aside(device) as join:
-        sums_kernel[(entries * KV,)](
-            *(table, ordered, fades, tops, total, lse, c_ln2, rows, table.stride(0)),
-            **both,
-            CHAINS=chains,
-            MOST=most,
-            AHEAD=tuning.ahead,
-            HARDWARE=hardware,
-            num_warps=1,
-            **plain,
+    def score(grid: tuple[int, int], tables: tuple[Tensor, ...], cut: dict[str, Any]) -> None:
+        own, paged, scores, tops = tables
+        scores_kernel[grid](
+            *(q_rope, q_latent, k_rope, latent, own, paged, scores, tops, requests, T),
+            *(own.stride(0), paged.stride(0)),
+            *(q_rope.stride(0), q_rope.stride(1), q_latent.stride(0), q_latent.stride(1)),
+            *(k_rope.stride(0), k_rope.stride(-2), latent.stride(0), latent.stride(-2)),
+            **{**cut, "WIDTH": LATENT},
+            TURN=ROPE,
+            PER=tuning.score_blocks,
+            num_warps=tuning.score_warps,
+            num_stages=tuning.score_stages,
+            enable_fp_fusion=False,
         )
-    values_kernel[(LATENT // tuning.columns, entries * KV)](
-        *(latent, table, lies, weights, fades, out, table.stride(0)),
-        *(latent.stride(0), latent.stride(-2), 0),  # all groups have the same values
-        **both,
-        D=LATENT,
-        WIDTH=BLOCK,
-        PAGE=page,
-        COLUMNS=tuning.columns,
-        UNROLLED=tuning.unrolled,
-        num_warps=tuning.warps,
-        num_stages=tuning.stages,
-        **plain,
+
+    return launch_scored(
+        *(score, values, table, pages),
+        rows=(table.shape[1] - 1) // requests * T,
+        heads=H,
+        keys=BLOCK,
+        kv_segment=kv_segment,
+        scale=scale,
+        tuning=tuning,
+        hardware=hardware,
     )
-    join()
-    return out.view(rows, H, LATENT), total.view(H, rows), lse.view(H, rows)

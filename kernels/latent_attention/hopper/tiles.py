@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from isoexec.kernels.attention.hopper.kernel import _LN2, _unary, lane_total
+from isoexec.kernels.attention.hopper.kernel import _unary, lane_total, log_sum_exp
 from isoexec.kernels.attention.hopper.naive import constants
-from isoexec.kernels.attention.hopper.tiles import Tile, _first, by_lane, in_order
+from isoexec.kernels.attention.hopper.tiles import Tile, cache_of, place_of, tile_of, weigh
 from isoexec.kernels.hopper.arithmetic import power_of_two
 from isoexec.kernels.latent_attention.hopper.naive import BLOCK, LATENT, ROPE
 
@@ -83,13 +83,7 @@ def _block(
     d = tl.arange(0, HALF)
     key = start + tl.arange(0, KEYS)
     real = key < used
-    if PAGE == 0:
-        at_r = (segment + key).to(tl.int64) * r_row
-        at_c = (segment + key).to(tl.int64) * c_row
-    else:
-        page = tl.load(pages + (segment + key) // PAGE, mask=real, other=0).to(tl.int64)
-        at_r = page * r_page + ((segment + key) % PAGE) * r_row
-        at_c = page * c_page + ((segment + key) % PAGE) * c_row
+    at_r, at_c = place_of(pages, segment + key, real, r_page, r_row, c_page, c_row, PAGE)
     if MASKED:
         turned = tl.load(k_rope + at_r[None, :] + turn[:, None], mask=real[None, :], other=0.0)
         rows_left = tl.load(latent + at_c[:, None] + d[None, :], mask=real[:, None], other=0.0)
@@ -102,14 +96,7 @@ def _block(
     s = tl.dot(y_right, rows_right.T, s)
     if MASKED:
         s = tl.where(key[None, :] < limit[:, None], s, float("-inf"))
-    high = tl.maximum(m, tl.max(s, axis=1))
-    base = tl.where(high == float("-inf"), 0.0, high) if MASKED else high
-    r = _unary((m - base) * c, "ex2", HARDWARE)
-    cs = tl.full([ROWS, KEYS], 1.0, tl.float32) * c
-    p = _unary(tl.fma(s, cs, tl.zeros([ROWS, KEYS], tl.float32) - (base * c)[:, None]), "ex2", HARDWARE)
-    # the fade takes the weights' way, so that it meets them in their layout
-    fade = _first(by_lane(tl.broadcast_to(r[:, None], (ROWS, KEYS)), ROWS, KEYS), ROWS, KEYS // 4)
-    lanes = in_order(lanes, by_lane(p, ROWS, KEYS), fade, True, ROWS, KEYS // 4)
+    p, r, lanes, high = weigh(s, m, lanes, c, ROWS, KEYS, MASKED, HARDWARE)
     low = p.to(tl.bfloat16)
     o_left = tl.dot(low, rows_left, o_left * r[:, None])
     o_right = tl.dot(low, rows_right, o_right * r[:, None])
@@ -159,13 +146,7 @@ def tile_kernel(
 ) -> None:
     b = tl.load(owners + tl.program_id(0))
     if b < requests:
-        q0 = tl.load(spans + b)
-        tokens = tl.load(spans + s_row + b)
-        length = tl.load(spans + 2 * s_row + b)
-        token0 = tl.load(owners + w_row + tl.program_id(0)) * TOKENS
-        # positions of the tile's first and last token
-        p0 = length - tokens + token0
-        p1 = length - tokens + tl.minimum(token0 + TOKENS, tokens) - 1
+        q0, tokens, token0, p0, p1 = tile_of(spans, owners, b, s_row, w_row, TOKENS)
         j = tl.program_id(2)
         segment = j * kv_segment
         used = tl.minimum(p1 + 1 - segment, kv_segment)
@@ -185,62 +166,23 @@ def tile_kernel(
             to_y = q_latent + row[:, None] * ql_row + head[:, None] * ql_head + d[None, :]
             y_left = tl.load(to_y, mask=some[:, None], other=0.0)
             y_right = tl.load(to_y + HALF, mask=some[:, None], other=0.0)
-            limit = tl.minimum(length - tokens + token + 1 - segment, kv_segment)
+            limit = tl.minimum(p0 - token0 + token + 1 - segment, kv_segment)
             last = (used - 1) // KEYS
             # up to `outer` every row sees every key
             outer = tl.minimum(tl.maximum(p0 + 1 - segment, 0), used) // KEYS - 1
-            if PAGE == 0:
-                base = segment + tl.load(spans + 3 * s_row + b)
-                own_pages = pages
-            else:
-                base = segment
-                own_pages = pages + b.to(tl.int64) * p_row
+            base, own_pages = cache_of(spans, pages, b, segment, s_row, p_row, PAGE)
             m = tl.full([ROWS], float("-inf"), tl.float32)
             o_left = tl.zeros([ROWS, HALF], tl.float32)
             o_right = tl.zeros([ROWS, HALF], tl.float32)
             lanes = tl.zeros([ROWS, 4], tl.float32)
-            for n in range(last - outer):
-                m, o_left, o_right, lanes = _block(
-                    *(
-                        x,
-                        y_left,
-                        y_right,
-                        k_rope,
-                        latent,
-                        own_pages,
-                        (last - n) * KEYS,
-                        base,
-                        used,
-                        limit,
-                        m,
-                        o_left,
-                        o_right,
-                        lanes,
-                        c,
-                    ),
-                    *(r_page, r_row, c_page, c_row, TURN, HALF, KEYS, ROWS, PAGE, True, HARDWARE),
-                )
-            for n in range(outer + 1):
-                m, o_left, o_right, lanes = _block(
-                    *(
-                        x,
-                        y_left,
-                        y_right,
-                        k_rope,
-                        latent,
-                        own_pages,
-                        (outer - n) * KEYS,
-                        base,
-                        used,
-                        limit,
-                        m,
-                        o_left,
-                        o_right,
-                        lanes,
-                        c,
-                    ),
-                    *(r_page, r_row, c_page, c_row, TURN, HALF, KEYS, ROWS, PAGE, False, HARDWARE),
-                )
+            for half in tl.static_range(2):
+                top = last if half == 0 else outer
+                for n in range(last - outer if half == 0 else outer + 1):
+                    m, o_left, o_right, lanes = _block(
+                        *(x, y_left, y_right, k_rope, latent, own_pages, (top - n) * KEYS, base, used, limit),
+                        *(m, o_left, o_right, lanes, c, r_page, r_row, c_page, c_row),
+                        *(TURN, HALF, KEYS, ROWS, PAGE, half == 0, HARDWARE),
+                    )
             total = lane_total(lanes)
             # a row that sees nothing here leaves its place as it is: the merge does not read it
             written = some & (limit > 0)
@@ -249,7 +191,7 @@ def tile_kernel(
             at = out + slot * o_slot + row[:, None] * o_row + head[:, None] * o_head + d[None, :]
             tl.store(at, (o_left * scaled).to(tl.bfloat16), mask=written[:, None])
             tl.store(at + HALF, (o_right * scaled).to(tl.bfloat16), mask=written[:, None])
-            one = tl.fma(m, tl.full([ROWS], 1.0, tl.float32) * c_ln2, _unary(total, "lg2", HARDWARE) * _LN2)
+            one = log_sum_exp(m, total, c_ln2, HARDWARE)
             tl.store(lse + slot * l_slot + head * l_head + row, one, mask=written)
 
 

@@ -21,7 +21,7 @@ from interpreted import poisoned, rand  # type: ignore[import-not-found]
 from torch import Tensor
 from triton.runtime import interpreter
 
-from isoexec.kernels.attention.hopper import fa3, kernel, naive, ops, reference, tiles
+from isoexec.kernels.attention.hopper import fa3, kernel, naive, ops, reference, segments, tiles
 from isoexec.kernels.attention.hopper.ops import Plan, _attention, _tiles, plan
 from isoexec.kernels.hopper.spec import fma
 
@@ -205,7 +205,7 @@ def specified_exp2(x: Tensor, hardware: bool = True) -> Tensor:
 
 
 def _take(quick: bool) -> None:
-    holders: tuple[Any, ...] = (kernel, ops, reference)
+    holders: tuple[Any, ...] = (kernel, segments, reference)
     for holder in holders:
         holder.launch_merge = specified_merge if quick else launch_merge
     tiles.in_order = added_in_order if quick else in_order
@@ -249,6 +249,7 @@ def run_with_lse(
         step.pages,
         step.units,
         sinks,
+        step.gradient,
         q.shape[-1] ** -0.5,
         step.kv_segment,
     )

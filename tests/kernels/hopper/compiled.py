@@ -24,13 +24,21 @@ SM90 = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> dict[str, Any]:
+def _each(kind: Any) -> list[tuple[tuple[int, ...], str]]:
+    """The types of an argument, and where they stand in it: several in a tuple."""
+    return [((), kind)] if isinstance(kind, str) else [((i,), one) for i, one in enumerate(kind)]
+
+
+def compiled(kernel: Any, types: dict[str, Any], constants: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Compile with pointers and integers known to be multiples of 16, as torch's allocator gives them."""
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    flat = [
+        ((i, *path), kind) for i, name in enumerate(kernel.arg_names) for path, kind in _each(signature[name])
+    ]
     aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or signature[name] in ("i32", "i64")
+        path: [["tt.divisibility", 16]]
+        for path, kind in flat
+        if kind.startswith("*") or kind in ("i32", "i64")
     }
     source = ASTSource(kernel, signature, constants, aligned)
     built = triton.compile(source, target=SM90, options=options)

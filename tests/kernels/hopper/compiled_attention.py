@@ -125,7 +125,7 @@ def main() -> None:
     json.dump(results, sys.stdout)
 
 
-def _typed(kernel: Any, types: dict[str, str]) -> dict[str, str]:
+def _typed(kernel: Any, types: dict[str, str]) -> dict[str, Any]:
     """`types`, and i32 for every other argument in small letters."""
     return {n: types.get(n, "i32") for n in kernel.arg_names if n in types or n.islower()}
 
@@ -157,45 +157,51 @@ def _tiles() -> dict[str, Any]:
     return found
 
 
+_TYPES: dict[str, str] = {
+    **dict.fromkeys(("q", "k", "v", "g", "out", "dq", "dk", "dv", "ds"), "*bf16"),
+    **dict.fromkeys(("base", "delta", "lse", "sinks", "parts", "grad"), "*fp32"),
+    **dict.fromkeys(("spans", "owners"), "*i32"),
+    **dict.fromkeys(("c", "scale"), "fp32"),
+    "places": "*i64",
+    "stripe": "i64",
+}
+
+
+def gradient(kind: str, D: int, walk: backward.Walk, want: int = 0) -> dict[str, Any]:
+    """A kernel of the gradients by a walk: "key" of keys (1) or values (2) or both, "query", or "stored"."""
+    cut: dict[str, Any] = {"GROUP": 4, "D": D, "UNIT": backward.UNIT, "WINDOWED": False, "HARDWARE": True}
+    if kind == "key":
+        kernel: Any = backward.key_kernel
+        cut |= {"KEYS": walk.hold, "ROWS": walk.step, "STORE": D == 256, "WANT": want}
+    else:
+        kernel = backward.query_kernel
+        cut |= {"KEYS": walk.step, "ROWS": walk.hold, "STORED": kind == "stored"}
+    of = backward.Given(*(_TYPES.get(name, "i32") for name in backward.Given._fields))
+    found: dict[str, Any] = compiled(
+        kernel,
+        {**_typed(kernel, _TYPES), "of": of},
+        cut,
+        num_warps=walk.warps,
+        num_stages=walk.stages,
+        enable_fp_fusion=False,
+    )
+    return found
+
+
 def _gradients() -> dict[str, Any]:
     found: dict[str, Any] = {}
-    types = dict.fromkeys(("q", "k", "v", "g", "out", "dq", "dk", "dv", "ds"), "*bf16")
-    types |= dict.fromkeys(("base", "delta", "lse", "sinks", "parts", "grad"), "*fp32")
-    types |= {
-        "spans": "*i32",
-        "owners": "*i32",
-        "places": "*i64",
-        "c": "fp32",
-        "scale": "fp32",
-        "d_head": "i64",
-    }
-    plain = {"enable_fp_fusion": False}
-    for name, of, cut in (
+    for name, one, cut in (
         ("delta", backward.delta_kernel, {"D": 128, "ROWS": 32}),
         ("sinks", backward.sink_kernel, {"UNIT": backward.UNIT}),
         ("sinks in all", backward.sink_total_kernel, {"UNIT": backward.UNIT, "MOST": 256}),
     ):
-        warps = 4 if name == "delta" else 1
-        found[f"gradient {name}"] = compiled(of, _typed(of, types), cut, num_warps=warps, **plain)
+        options = {"num_warps": 4 if name == "delta" else 1, "enable_fp_fusion": False}
+        found[f"gradient {name}"] = compiled(one, _typed(one, _TYPES), cut, **options)
     for D in BLOCK:
-        both = {"GROUP": 4, "D": D, "UNIT": backward.UNIT, "WINDOWED": False, "HARDWARE": True}
-        walk = backward.KEY[D]
-        for want in (1, 2) if walk.apart else (0,):
-            cut = {**both, "KEYS": walk.hold, "ROWS": walk.step, "STORE": True, "WANT": want}
-            found[f"gradient keys {D} {want}"] = compiled(
-                *(backward.key_kernel, _typed(backward.key_kernel, types), cut),
-                num_warps=walk.warps,
-                num_stages=walk.stages,
-                **plain,
-            )
-        for stored, walk in ((False, backward.QUERY[D]), (True, backward.STORED[D])):
-            cut = {**both, "KEYS": walk.step, "ROWS": walk.hold, "STORED": stored}
-            found[f"gradient queries {D}{' stored' if stored else ''}"] = compiled(
-                *(backward.query_kernel, _typed(backward.query_kernel, types), cut),
-                num_warps=walk.warps,
-                num_stages=walk.stages,
-                **plain,
-            )
+        for want in (1, 2) if backward.KEY[D].apart else (0,):
+            found[f"gradient keys {D} {want}"] = gradient("key", D, backward.KEY[D], want)
+        found[f"gradient queries {D}"] = gradient("query", D, backward.QUERY[D])
+        found[f"gradient queries {D} stored"] = gradient("stored", D, backward.STORED[D])
     return found
 
 

@@ -25,9 +25,10 @@ _KINDS = {
 
 
 def _compiled(of: Any, constants: dict[str, Any], *, out: str = "*bf16", **options: Any) -> dict[str, Any]:
-    kinds = {n: _KINDS.get(n, "i32") for n in of.arg_names if n not in constants} | (
-        {"out": out} if "out" in of.arg_names else {}
-    )
+    kinds: dict[str, Any] = {n: _KINDS.get(n, "i32") for n in of.arg_names if n not in constants}
+    if "of" in kinds:
+        kinds["of"] = backward.Operands(*(_KINDS.get(n, "i32") for n in backward.Operands._fields))
+    kinds |= {"out": out} if "out" in of.arg_names else {}
     found: dict[str, Any] = compiled(of, kinds, constants, enable_fp_fusion=False, **options)
     return found
 

@@ -19,13 +19,18 @@ import torch
 from gated import replace  # type: ignore[import-not-found]  # and the ops get CPU kernels
 from torch import Tensor
 
-from isoexec.kernels.attention.hopper import backward, fa3, ops, split
+from isoexec.kernels.attention.hopper import backward, fa3, naive, ops, split
+from isoexec.kernels.attention_cudnn.hopper import frontend
 from isoexec.kernels.gates import attentions
 
 from attention_stand_in import library, quickly, specified_rows, specified_segment, stand_in  # type: ignore[import-not-found]  # isort: skip
 
 S = 16
-OPS = {"attention": {}, "window_attention": {"window": 11}}
+OPS: dict[str, dict[str, Any]] = {
+    "attention": {},
+    "window_attention": {"window": 11},
+    "attention_cudnn": {"gradient": "cudnn_deterministic"},
+}
 # a segment is shorter than a block here, and two heads of a few rows make no order
 BLIND = ("blocks_of_64", "blocks_upwards", "heads_of_a_group_in_the_other_order")
 SAID = tuple(f"control {name} passed" for name in BLIND)
@@ -57,6 +62,39 @@ def either(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> list[Tensor]:
     return [out, lse]
 
 
+def by_other_steps(x: Tensor, w: Tensor, acc: Tensor) -> Tensor:
+    """A chain in steps of 32: another gradient's."""
+    for k in range(0, x.shape[1], 32):
+        acc = (acc.double() + x[:, k : k + 32].double() @ w[:, k : k + 32].double().t()).float()
+    return acc
+
+
+class Graph:
+    """cuDNN's graph of one shape by the own gradient's expressions, in another order."""
+
+    workspace = 16
+
+    def __init__(self, device: int, thread: int, rows: int, H: int, KV: int, D: int, scale: float) -> None:
+        assert device == 0
+        assert thread
+        self.heads, self.scale = {"q": H, "k": KV, "v": KV, "o": H, "dO": H}, scale
+        self.rows, self.width = rows, D
+
+    def run(self, given: dict[str, Tensor], stats: Tensor, to: tuple[Tensor, ...], room: Tensor) -> None:
+        for name, x in given.items():
+            assert x.shape == (1, self.rows, self.heads[name], self.width)
+            assert x.is_contiguous()
+            assert bool(x.isfinite().all())
+        assert stats.shape == (1, self.heads["q"], self.rows)
+        assert len(room) == self.workspace
+        q, k, v, o, g = (given[name][0] for name in self.heads)
+        found = naive.gradients(g, q, k, v, o, stats[0], self.scale, chain=by_other_steps)
+        for x, y in zip(to, found[:3], strict=True):
+            assert y is not None
+            assert x.is_contiguous()
+            x.copy_(y[None])
+
+
 def main() -> None:
     torch.set_num_threads(1)
     np.seterr(
@@ -65,6 +103,7 @@ def main() -> None:
     replace(attentions, MORE=6, SHORT=7, PAGES=(8,), DRAFTS=(3,), TRAINED=((40, 1, 17), ()), PADDING=9)
     replace(attentions, REQUESTS=(2, 5), OTHER_WALK=walk(), APART=walk(apart=True))
     replace(fa3, identity=lambda: SimpleNamespace(build="a stand-in"))
+    replace(frontend, identity=lambda: "a stand-in", UNIT=32, _graph=Graph)
     for D, tuning in ops.SPLIT.items():
         ops.SPLIT[D] = split.Tuning(**{**vars(tuning), "score_blocks": 1, "ahead": 1})
     results = {}
@@ -73,6 +112,8 @@ def main() -> None:
         kind = gate.KIND
         if op == "attention":
             replace(gate, REPEATED=1, launch_segment=specified_segment)
+        if op == "attention_cudnn":
+            replace(gate, LENGTHS=((40, 1, 17), ()), PADDINGS=(9, 50))
         for family in gate.GATE.families:
             # a KV group more costs as much again; ranks need two
             kind.heads, kind.trained = ((4, 2, 64) if family == "partition_invariance" else (2, 1, 64),), 1

@@ -20,11 +20,13 @@ from gated import replace  # type: ignore[import-not-found]  # and the ops get C
 from interpreted_latent import library, specified  # type: ignore[import-not-found]  # exp2 and log2 rounded from fp64
 from torch import Tensor
 
-from isoexec.kernels.attention.hopper import fa3
+from isoexec.kernels.attention.hopper import fa3, segments
+from isoexec.kernels.attention.hopper import reference as attention
+from isoexec.kernels.attention.hopper import tiles as shared
 from isoexec.kernels.attention.hopper.naive import _chain
 from isoexec.kernels.attention.hopper.tiles import Tile
-from isoexec.kernels.gates import degrees
-from isoexec.kernels.latent_attention.hopper import gate, ops, reference, tiles
+from isoexec.kernels.gates import attentions, degrees
+from isoexec.kernels.latent_attention.hopper import gate, ops, reference
 
 from attention_stand_in import added_in_order, specified_merge  # type: ignore[import-not-found]  # isort: skip
 
@@ -47,16 +49,17 @@ def main() -> None:
     np.seterr(
         all="ignore"
     )  # a row that sees no key of a segment divides by zero there; the merge does not read it
-    replace(
-        gate, HEADS=(2,), MANY=66, MORE=6, SHORT=20, PAGES=(16,), DRAFTS=(2, 5), PADDING=9, REQUESTS=(2, 7)
-    )
-    replace(gate, TRAINED=((40, 1, 17), ()), TILES=(Tile(rows=32, warps=4, stages=1),))
+    replace(gate, HEADS=(2,), MANY=66, TILES=(Tile(rows=32, warps=4, stages=1),))
+    replace(attentions, MORE=6, SHORT=20, PAGES=(16,), DRAFTS=(2, 5), PADDING=9, REQUESTS=(2, 7))
+    replace(attentions, TRAINED=((40, 1, 17), ()))
+    gate.KIND.heads, gate.KIND.trained, gate.KIND.providers = (2,), 1, ("triton", "fa3")
     replace(degrees, most_ranks=lambda _: 1)  # ranks would not share this interpreter
     replace(fa3, identity=lambda: SimpleNamespace(build=BUILD), load=lambda: library)
     replace(ops, BUILDS=frozenset({BUILD}), HARDWARE=False)
-    replace(tiles, in_order=added_in_order)
-    replace(ops, launch_merge=specified_merge)
-    replace(reference, launch_segment=segment, launch_merge=specified_merge, chain=_chain)
+    replace(shared, in_order=added_in_order)
+    replace(segments, launch_merge=specified_merge)
+    replace(attention, launch_merge=specified_merge)
+    replace(reference, launch_segment=segment, chain=_chain)
     results = {}
     for family in sys.argv[1:] or gate.GATE.families:
         try:

@@ -111,9 +111,9 @@ def gradients_have_their_specifications_bits_in_every_walk() -> None:
     want = packed.want()
     for free in (
         {},
-        {"workspace": 0},
+        {"workspace": 1 << 30},
         {"workspace": 0, "key": walk(64, 128), "query": walk(64, 32)},
-        {"key": walk(64, 16, apart=True), "stored": walk(32, 128)},
+        {"workspace": 1 << 30, "key": walk(64, 16, apart=True), "stored": walk(32, 128)},
         {"workspace": 1 << 19},  # a KV group at a time
     ):
         for a, b, name in zip(packed.got(**free), want, ("dq", "dk", "dv", "dsinks"), strict=True):

@@ -311,9 +311,10 @@ class Packed:
         units = torch.empty(2, len(latent) // UNIT + len(self.lengths), dtype=torch.int32)
         tiles.launch_map(spans[1], units, unit=UNIT)
         delta = backward.launch_delta(out[:, heads], dout[:, heads])
-        return backward.Operands(
+        return backward.Operands.made(
             *(q_rope[:, heads], q_latent[:, heads], k_rope, latent, lse[heads], delta, dout[:, heads]),
-            *(spans, units, SCALE),
+            *(spans, units),
+            scale=SCALE,
         )
 
 

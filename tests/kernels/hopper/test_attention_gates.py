@@ -16,7 +16,11 @@ from isoexec.contracts.schema import library
 from isoexec.kernels.gates.found import contracts_for, gate_for
 from isoexec.kernels.gates.running import jobs_of
 
-FUNCTIONS = {"attention": "attention.mma_segments/1", "window_attention": "attention.mma_window/1"}
+FUNCTIONS = {
+    "attention": "attention.mma_segments/1",
+    "attention_cudnn": "attention.mma_segments_cudnn/1",
+    "window_attention": "attention.mma_window/1",
+}
 
 
 @pytest.mark.parametrize("op", FUNCTIONS)
