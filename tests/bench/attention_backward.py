@@ -3,9 +3,9 @@
 
 One causal sequence of bf16. Candidates: the own kernels; torch's FlashAttention-2 and cuDNN; cuDNN's frontend
 (`nvidia-cudnn-frontend`) and FlashAttention-4 (`flash-attn-4`) where they can be imported. Each is asked again for the same
-gradients and its elements that differ are counted. Ratios are to the fastest that does not promise to repeat itself. `--walks`
-times other blocks of the own kernels instead, which are free of bits. Lines go to the terminal, a table at the end,
-`attention-backward-h200.json` to $OUT or the working directory.
+gradients and its elements that differ are counted. Ratios are to the fastest that does not promise to repeat itself. `--tune`
+times other blocks of the own kernels instead, all free of bits, in less than a minute: `attention_tuning.py` has them. Lines go
+to the terminal, a table at the end, `attention-backward-h200.json` or `attention-walks-h200.json` to $OUT or to where one is.
 """
 
 # ruff: noqa: E402, BLE001 - where the package is not installed, its links are put on the path first; what breaks is said
@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,14 +27,16 @@ from typing import Any, cast
 
 import torch
 import triton
+from attention_tuning import ahead, walks_of  # type: ignore[import-not-found]  # beside this script
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 if find_spec("isoexec") is None:
     sys.path.insert(0, str(ROOT / ".src"))
 
-from isoexec.kernels.attention.hopper.backward import KEY, QUERY, STORED, Walk, launch_gradients
+from isoexec.kernels.attention.hopper.backward import QUERY, STORED, Walk, launch_gradients
 from isoexec.kernels.attention.hopper.ops import plan
+from isoexec.kernels.attention_cudnn.hopper import frontend as cudnn
 from isoexec.kernels.hopper.timing import capture, replay_times
 
 BF16 = torch.bfloat16
@@ -179,47 +181,18 @@ def torch_cudnn(case: Case) -> Callable[[], Gradients]:
 
 
 def frontend(repeats: bool) -> Callable[[Case], Callable[[], Gradients]]:
-    """cuDNN by its frontend: a graph of one node."""
+    """cuDNN by its frontend, as attention.mma_segments_cudnn/1 calls it, or without the promise to repeat."""
 
     def make(case: Case) -> Callable[[], Gradients]:
-        cudnn: Any = import_module("cudnn")
-        handle = cudnn.create_handle()
-        given = {
-            name: x.detach().transpose(1, 2)
-            for name, x in (("q", case.q), ("k", case.k), ("v", case.v), ("o", case.out), ("dO", case.g))
-        }
-        given["stats"] = case.lse[..., None]
-        found = [torch.empty_like(x).transpose(1, 2) for x in (case.q, case.k, case.v)]
-        wide = cudnn.data_type.FLOAT
-        graph = cudnn.pygraph(
-            io_data_type=cudnn.data_type.BFLOAT16,
-            intermediate_data_type=wide,
-            compute_data_type=wide,
-            handle=handle,
-        )
-        nodes = {name: graph.tensor_like(x) for name, x in given.items()}
-        ends = graph.sdpa_backward(
-            **nodes,
-            attn_scale=case.scale,
-            use_causal_mask=True,
-            use_deterministic_algorithm=repeats,
-        )
-        for end, x in zip(ends, found, strict=True):
-            end.set_output(True).set_dim(list(x.shape)).set_stride(list(x.stride()))
-            end.set_data_type(cudnn.data_type.BFLOAT16)
-        graph.validate()
-        graph.build_operation_graph()
-        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-        graph.check_support()
-        graph.build_plans()
-        room = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
-        pack = {nodes[name]: x for name, x in given.items()} | dict(zip(ends, found, strict=True))
+        given = {"q": case.q, "k": case.k, "v": case.v, "o": case.out, "dO": case.g}
+        handle = cudnn.load().create_handle()
+        graph = cudnn.Graph.build(given, case.lse, scale=case.scale, handle=handle, repeats=repeats)
+        room = torch.empty(graph.workspace, dtype=torch.uint8, device="cuda")
+        found = (torch.empty_like(case.q), torch.empty_like(case.k), torch.empty_like(case.v))
 
         def run() -> Gradients:
-            cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
-            graph.execute(pack, room, handle=handle)
-            dq, dk, dv = (x.transpose(1, 2) for x in found)
-            return dq, dk, dv
+            graph.run(given, case.lse, found, room)
+            return found
 
         return run
 
@@ -362,57 +335,65 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def tried(D: int) -> dict[str, dict[str, Walk]]:
-    """Other blocks by head dim: of keys, of stored products, of query rows where products are computed twice."""
-
-    def walk(of: dict[int, Walk], **other: Any) -> Walk:
-        return replace(of[D], **other)
-
-    found: dict[str, dict[str, Walk]] = {"as it is": {}}
-    sizes = (
-        ((64, 64), (64, 32), (128, 32), (128, 16), (128, 64)) if D < 256 else ((64, 32), (32, 32), (32, 64))
-    )
-    for hold, step in sizes:
-        for warps in (4, 8) if hold == 64 and D < 256 else (8,):
-            found[f"keys {hold}x{step} w{warps}"] = {"key": walk(KEY, hold=hold, step=step, warps=warps)}
-    found["keys apart"] = {"key": walk(KEY, apart=not KEY[D].apart)}
-    for stages in (2, 3, 4):
-        found[f"keys s{stages}"] = {"key": walk(KEY, stages=stages)}
-        found[f"stored s{stages}"] = {"stored": walk(STORED, stages=stages)}
-    for warps in (4, 8):
-        found[f"stored w{warps}"] = {"stored": walk(STORED, warps=warps)}
-    found["stored 128x128"] = {"stored": walk(STORED, hold=128, step=128, stages=2)}
-    return {name: walks for name, walks in found.items() if not (walks and _same(D, walks))}
+TUNED = 8192  # rows of the sequence over which walks are timed
+SMALL = 256  # and over which they are compiled: the same kernels
 
 
-def _same(D: int, walks: dict[str, Walk]) -> bool:
-    return all(
-        {"key": KEY, "query": QUERY, "stored": STORED}[name][D] == walk for name, walk in walks.items()
-    )
+def compile_one(H: int, KV: int, D: int, walks: dict[str, Walk]) -> None:
+    """One gradient over few rows, in a process whose only task it is."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        own(_room(walks), **walks)(made(SMALL, H, KV, D))()
+    torch.cuda.synchronize()
 
 
-def walks(until: float) -> None:
+def _room(walks: dict[str, Walk]) -> int:
+    """Bytes for products: none where the walk is of query rows, which computes them twice; else as it serves."""
+    return 0 if "query" in walks else ROOM if "stored" in walks else -1
+
+
+def named(D: int) -> dict[str, dict[str, Walk]]:
+    """Every walk of a head dim by its name: first the ones that serve, with and without products written down."""
+    served = {"as it is": {}, "products twice": {"query": QUERY[D]}, "products stored": {"stored": STORED[D]}}
+    return served | walks_of(D)
+
+
+def tune(until: float) -> list[dict[str, Any]]:
     """Every walk at 8192 tokens: its time, and that it has the bits of the walk as it is."""
+    jobs = [(*model, walks) for model in MODELS for walks in named(model[2]).values()]
+    say(f"{len(jobs)} walks compiled ahead in {ahead(compile_one, jobs):.0f} s")
+    found = []
     for H, KV, D in MODELS:
-        case, want = made(8192, H, KV, D), None
-        for name, other in tried(D).items():
+        case, want = made(TUNED, H, KV, D), None
+        base: dict[int, float] = {}
+        for name, walks in named(D).items():
             if time.monotonic() - START > until:
                 say(f"D{D} {name}: left out, no time left")
                 continue
             try:
-                one = Candidate(name=name, repeats=True, make=own(ROOM, **other))
-                row, first = measure(one, case, want)
-                want = first if want is None else want
-                say(f"D{D} {name}", row, "differ from the walk as it is:", differing(first, want))
+                row, first = measure(
+                    Candidate(name=name, repeats=True, make=own(_room(walks), **walks)), case, None
+                )
             except Exception as error:
                 say(f"D{D} {name}: {type(error).__name__}: {error!s:.160}")
+                torch.cuda.empty_cache()
+                continue
+            want = first if want is None else want
+            row |= {"D": D, "walk": name, "other_bits": differing(first, want)}
+            # against the walk that serves, with as much room for products
+            row["ratio"] = round(row["us"] / base.setdefault(_room(walks), row["us"]), 3)
+            found.append(row)
+            say(f"D{D} {name}", row)
             torch.cuda.empty_cache()
+        best = sorted((one for one in found if one["D"] == D), key=lambda one: one["us"])[:4]
+        say(f"D{D} fastest:", [(one["walk"], one["us"]) for one in best])
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=135.0, help="begin nothing after so many (135)")
-    parser.add_argument("--walks", action="store_true", help="time other blocks of the own kernels instead")
+    parser.add_argument("--tune", action="store_true", help="time other blocks of the own kernels instead")
     args = parser.parse_args()
     until = args.seconds
     torch.manual_seed(1)
@@ -424,9 +405,9 @@ def main() -> None:
         "triton": triton.__version__,
     }
     say(versions)
-    if args.walks:
+    if args.tune:
         with torch.no_grad():
-            walks(until)
+            _write("attention-walks-h200.json", {"made": versions, "walks": tune(min(until, 55.0))})
         return
     missing = {one.name: installed(one.name) for one in CANDIDATES}
     for name, why in missing.items():
@@ -438,8 +419,11 @@ def main() -> None:
             for H, KV, D in MODELS:
                 results.append(measured(T, H, KV, D, missing, until))
     print(table(results))
-    text = json.dumps({"made": versions, "missing": missing, "results": results}, indent=1)
-    (Path(os.environ.get("OUT", ".")) / "attention-backward-h200.json").write_text(text)
+    _write("attention-backward-h200.json", {"made": versions, "missing": missing, "results": results})
+
+
+def _write(name: str, found: dict[str, Any]) -> None:
+    (Path(os.environ.get("OUT", ".")) / name).write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 Needs FlashAttention-3 as built into vLLM: installed, or named by ISOEXEC_FA3. What it times is proven by
 `isoexec gate run --arch sm90 --function attention.mma_segments/1`, but for `layouts`: those are cuts into segments of other
 lengths, functions that do not exist, timed to know whether one should. Times are medians of CUDA-graph replays in turns over the
-same tensors (decode of few requests: rotating caches, so that the L2 is cold). `--parts` names what is run. Lines go to the
-terminal, `attention-h200.json` to $OUT or the working directory.
+same tensors (decode of few requests: rotating caches, so that the L2 is cold). `--parts` names what is run; `walks` and `layouts`
+together take less than a minute. Lines go to the terminal, `attention-h200.json` to $OUT or the working directory.
 """
 
 # ruff: noqa: E402, ARG005 - where the package is not installed, its links are put on the path first
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.util import find_spec
@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import triton
+from attention_tuning import SPLITS, ahead  # type: ignore[import-not-found]  # beside this script
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,26 +39,24 @@ if find_spec("isoexec") is None:
 from isoexec.kernels.attention.hopper import fa3, kernel, ops
 from isoexec.kernels.attention.hopper.gate import native
 from isoexec.kernels.attention.hopper.ops import Plan, attention, plan
+from isoexec.kernels.attention.hopper.split import launch_split
 from isoexec.kernels.gates.sequences import Batch
 from isoexec.kernels.hopper.timing import capture, replay_times
 
 BF16 = torch.bfloat16
 MODELS = ((32, 8, 128), (16, 2, 256), (32, 8, 64))
-SPLITS = {  # free of bits: blocks an iteration of the values takes, and stages of so many
-    "split": {},
-    "split by 2": {"unrolled": 2, "stages": 5},
-    "split by 4": {"unrolled": 4, "stages": 3},
-    "split by 4, 16 columns": {"unrolled": 4, "stages": 4, "columns": 16},
-    "split by 2, 1 warp": {"unrolled": 2, "stages": 5, "warps": 1},
-}
 LAYOUTS = {  # of 32768 keys: lengths of segments
     "8192": (8192,) * 4,
     "4096": (4096,) * 8,
     "2048": (2048,) * 16,
     "1024": (1024,) * 32,
     "growing": (1024, 1024, 2048, 4096, 8192, 16384),
+    "growing to 4096": (512, 512, 1024, 2048) + (4096,) * 7,
+    "growing to 2048": (512, 512, 1024) + (2048,) * 15,
     "long, the last short": (8192,) * 3 + (1024,) * 8,
 }
+WALKED = 32768  # keys of the request that is decoded by every split
+WALKED_SEGMENTS = (4096, 2048)
 TIMES: list[dict[str, Any]] = []
 NOTES: list[str] = []
 START = time.monotonic()
@@ -184,7 +183,16 @@ def time_window(H: int, KV: int, D: int, T: int, window: int) -> None:
     )
 
 
-def time_decode(H: int, KV: int, D: int, B: int, ctx: int, segments: tuple[int, ...], page: int = 16) -> None:
+def time_decode(
+    H: int,
+    KV: int,
+    D: int,
+    B: int,
+    ctx: int,
+    segments: tuple[int, ...],
+    page: int = 16,
+    splits: Iterable[str] = ("split",),
+) -> None:
     width = ctx // page
     copies = 2 if B < 8 else 1
     caches = [
@@ -209,10 +217,7 @@ def time_decode(H: int, KV: int, D: int, B: int, ctx: int, segments: tuple[int, 
             step = plan(requests=B, tokens=B, most_rows=1, most_keys=ctx, kv_segment=S, page=page)
             step.fill(cu, used, blocks=blocks)
             steps.append(step)
-        ways = ["library", "tiles"] if B > 1 else ["library", "tiles", "split"]
-        if B == 1 and segments[-1] == S:
-            ways += [way for way in SPLITS if way != "split"]
-        for way in ways:
+        for way in ["library", "tiles", *(splits if B == 1 else ())]:
 
             def run(i: int, steps: list[Plan] = steps, way: str = way, S: int = S) -> None:
                 with decoding(D, way):
@@ -256,6 +261,14 @@ def time_layouts(H: int, KV: int, D: int) -> None:
             slots = lse.view(H, n, 1).transpose(0, 1)
             kernel.launch_merge(None, None, o.view(n, 1, H, D), slots, where, None, out, kv_segment=even)
 
+        def split(i: int, table: Tensor = single, n: int = n, most: int = most, even: int = even) -> None:
+            sizes = {"requests": 1, "kv_segment": most, "tuning": ops.SPLIT[D], **given}
+            o, total, lse = launch_split(last, k, v, table, None, **sizes)
+            out = torch.empty_like(last)
+            slots, totals = (x.view(H, n, 1).transpose(0, 1) for x in (lse, total))
+            parts = o.view(n, 1, H, D)
+            kernel.launch_merge(None, None, parts, slots, where, None, out, kv_segment=even, totals=totals)
+
         own = laid_out(starts, list(lengths), starts, list(lengths), T)
         past = [
             laid_out([s + w], [T - s - w], [s], [w], T) for s, w in zip(starts[:-1], lengths, strict=False)
@@ -273,7 +286,7 @@ def time_layouts(H: int, KV: int, D: int) -> None:
             ]
             kernel.launch_merge(out, lse, parts, torch.stack(found), position, None, out, kv_segment=even)
 
-        decode[name], prefill[name] = decoded, filled_in
+        decode[name], decode[f"{name}, split"], prefill[name] = decoded, split, filled_in
     turns("layouts, decode", f"H{H}/{KV} D{D} B1 {T}", decode)
     turns("layouts, prefill", f"H{H}/{KV} D{D} 1x{T}", prefill, replays=3)
 
@@ -368,6 +381,26 @@ def decodes() -> None:
     guarded(time_parts)
 
 
+def compile_split(H: int, KV: int, D: int, S: int, way: str) -> None:
+    """One decode by one split, in a process whose only task it is."""
+    ctx, page = WALKED, 16
+    keys, values = rand(ctx // page, page, KV, D), rand(ctx // page, page, KV, D)
+    step = plan(requests=1, tokens=1, most_rows=1, most_keys=ctx, kv_segment=S, page=page)
+    step.fill(ints([0, 1]), ints([ctx]), blocks=torch.arange(ctx // page, device="cuda").int().view(1, -1))
+    with torch.no_grad(), decoding(D, way):
+        attention(rand(1, H, D), keys, values, ints([ctx - 1]), step, scale=D**-0.5)
+    torch.cuda.synchronize()
+
+
+def walks() -> None:
+    """Decode of one request by every split: what of it is tuning, and what the length of a segment."""
+    jobs = [(*model, WALKED_SEGMENTS[0], way) for model in MODELS for way in SPLITS]
+    say(f"{len(jobs)} splits compiled ahead in {ahead(compile_split, jobs):.0f} s")
+    for H, KV, D in MODELS:
+        for S in WALKED_SEGMENTS:
+            guarded(time_decode, H, KV, D, 1, WALKED, (S,), 16, tuple(SPLITS))
+
+
 def layouts() -> None:
     for H, KV, D in MODELS:
         guarded(time_layouts, H, KV, D)
@@ -382,6 +415,7 @@ PARTS = {
     "prefill": prefills,
     "window": windows,
     "decode": decodes,
+    "walks": walks,
     "layouts": layouts,
     "observe": observations,
 }

@@ -32,3 +32,15 @@ def test_a_window_is_named_and_a_row_sees_its_own_key_at_least() -> None:
     assert (step.window, step.provider) == (8, "triton")
     with pytest.raises(DomainError, match=r"a window of 0.*at least the row's own key"):
         plan(**sizes, window=0)  # type: ignore[arg-type]
+
+
+def test_what_is_to_be_tuned_runs_and_has_the_bits_of_what_serves(script: Callable[..., Any]) -> None:
+    found: dict[str, Any] = script("bench_attention_interpreted.py", interpreted=True)
+    said = found["said"]
+    assert "troubles" not in said, said["troubles"]
+    assert "S32 16 columns by 2" in said["walks"][-1]
+    assert "growing, split" in said["layouts"][0]
+    assert len(said["layouts"]) == 2
+    assert {row["walk"]: row["other_bits"] for row in found["rows"]} == dict.fromkeys(
+        ("as it is", "products twice", "products stored", "key 64x64 w4 s2"), 0
+    )
