@@ -16,7 +16,8 @@ another arch), found by its place. It makes one `Gate` named `GATE` and hangs a 
 The gate is run once for each set of constants that a shipped contract of its arch binds to its function (`run.constants`).
 Everything is compared as integers. Each check plants faults of its own (`run.control`), each of which must show itself; one
 that does not makes the check count for nothing. `recipes.py` holds what checks of several ops have in common, `ranks.py`
-real process groups. How a gate is edited is part of its records (`Gate.digest`), and no part of its kernel's source digest.
+real process groups on a CPU, `sharing.py` those on GPUs, which ranks may share. How a gate is edited is part of its records
+(`Gate.digest`), and no part of its kernel's source digest.
 """
 
 from __future__ import annotations

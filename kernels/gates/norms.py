@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +13,19 @@ import torch
 from torch import Tensor
 
 from isoexec.kernels.gates import rows
-from isoexec.kernels.gates.degrees import degrees
+from isoexec.kernels.gates.degrees import degrees, wants
 from isoexec.kernels.gates.forward import many
-from isoexec.kernels.gates.inputs import DTYPES, odd_values
+from isoexec.kernels.gates.inputs import DTYPES, odd_values, wide
 from isoexec.kernels.gates.recipes import gradients
 from isoexec.kernels.gates.rows import Rows
+from isoexec.kernels.gates.sharing import here, on_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from isoexec.kernels.gates.checking import Gate, Run
 
-__all__ = ["free_settings", "hang_norm", "shared_scale"]
+__all__ = ["free_settings", "hang_norm", "real_ranks", "shared_scale"]
 
 EPS = 1e-6
 PLANTED = (512, 4096)  # rows and width where another sum shows
@@ -32,6 +34,8 @@ SHAPES = (("hidden", 1, 1024), ("hidden", 1, 2048), ("hidden", 1, 4096), ("heads
 FREE = ((1, 1, 1, 1), (1, 4, 3, 8), (4, 1, 1, 4), (4, 2, 2, 8), (8, 1, 1, 2))  # rows, tiles, stages, warps
 SHARED = 8192  # tokens that ranks share
 DEGREES = (1, 2, 4, 8)
+PLACES = {"SP": ("sequence", 0), "TP": ("heads", 2)}  # what ranks share, and the dimension it is
+RANKED = {"SP": (512, 2, 256), "TP": (64, 2, 8, 128)}  # of real ranks
 
 Launch = Callable[..., None]
 
@@ -119,6 +123,7 @@ def hang_norm(
 
     rows.hang(gate, over, planted)
     gate.check("partition_invariance")(partial(_partition, ops=ops))
+    wants(gate, "partition_invariance", TP=DEGREES, SP=DEGREES)
     gate.check("degenerate_shapes")(partial(_degenerate, ops=ops, naive=naive, widest=widest))
 
 
@@ -152,14 +157,14 @@ def shared_scale(
         return out
 
     every, tokens, heads = slice(None), len(x), x.shape[1]
-    for shards in run.over("SP", DEGREES):
+    for shards in run.over("token_shards", DEGREES):
         step = tokens // shards
         if step % TOKENS == 0:
             parts = [chains(slice(i * step, (i + 1) * step), every) for i in range(shards)]
             run.equal(total(launch_trees(torch.cat(parts))), dw)
             if step % (TOKENS * CHAINS) == 0:
                 run.equal(total(torch.cat([launch_trees(part) for part in parts])), dw)
-    for shards in run.over("TP", DEGREES):
+    for shards in run.over("head_shards", DEGREES):
         step = heads // shards
         if step * shards == heads:
             sums = []
@@ -172,19 +177,40 @@ def shared_scale(
     run.control("sums_of_ranks_added", (halves[0].float() + halves[1].float()).to(w.dtype), dw)
 
 
-def ranks(rank: int, size: int, group: ProcessGroup | None, module: str) -> list[Tensor]:
-    """Output and gradients of a hidden norm whose tokens real ranks share, and of a norm whose heads they share."""
-    from importlib import import_module
+def ranks(
+    rank: int,
+    size: int,
+    group: ProcessGroup | None,
+    module: str,
+    axis: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    device: str,
+) -> list[Tensor]:
+    """Output and gradients of a norm whose tokens (SP) or heads (TP) real ranks share; the scale's come last."""
+    shard, dim = PLACES[axis]
+    call = import_module(module).rms_norm_grad
+    inputs = wide(*shape, salt=1, dtype=dtype), wide(shape[-1], salt=3, dtype=dtype)
+    x, w, g = (t.to(here(device)) for t in (*inputs, wide(*shape, salt=2, dtype=dtype)))
+    x, g = (t.chunk(size, dim)[rank] for t in (x, g))
+    return [
+        t.cpu()
+        for t in gradients(partial(call, eps=EPS, shard=shard if group else "none", group=group), [x, w], g)
+    ]
 
-    from isoexec.kernels.gates.inputs import wide
 
-    norm = import_module(module).rms_norm_grad
-    found = []
-    for shard, shape, dim in (("sequence", (512, 2, 256), 0), ("heads", (64, 2, 8, 128), 2)):
-        x, g = (wide(*shape, salt=s, dtype=torch.bfloat16).chunk(size, dim)[rank].cuda(rank) for s in (1, 2))
-        w = wide(shape[-1], salt=3, dtype=torch.bfloat16).cuda(rank)
-        found += gradients(partial(norm, eps=EPS, shard=shard if group else "none", group=group), [x, w], g)
-    return [t.cpu() for t in found]
+def real_ranks(
+    run: Run, worker: Callable[..., list[Tensor]], module: str, dtype: torch.dtype, *axes: str
+) -> None:
+    """Results of `worker` by rank, put together, are those of one; its last, the scale's gradient, lies on the first rank."""
+    for axis in axes:
+        given = (module, axis, dtype, RANKED[axis], run.device.type)
+        whole = on_ranks(run, 1, worker, *given)[0]
+        for size in degrees(run, axis, DEGREES):
+            found = on_ranks(run, size, worker, *given)
+            *by_rank, scale = zip(*found, strict=True)
+            run.equal([torch.cat(parts, PLACES[axis][1]) for parts in by_rank], whole[:-1])
+            run.equal(list(scale), [whole[-1], *(torch.zeros_like(whole[-1]) for _ in scale[1:])])
 
 
 def _partition(run: Run, ops: ModuleType) -> None:
@@ -195,23 +221,15 @@ def _partition(run: Run, ops: ModuleType) -> None:
             x = many(run, rows.SOME, 17 * width, salt=2, dtype=dtype, scale=3.0)
             x = x.view(rows.SOME, 17, width)[:, :16]
             whole = ops.rms_norm(x, w, EPS)
-            for shards in run.over("TP", (1, 2, 4, 8)):
+            for shards in run.over("head_shards", (1, 2, 4, 8)):
                 run.equal(torch.cat([ops.rms_norm(part, w, EPS) for part in x.chunk(shards, 1)], 1), whole)
-            for shards in run.over("SP", (1, 2, 4, 8)):
+            for shards in run.over("token_shards", (1, 2, 4, 8)):
                 run.equal(torch.cat([ops.rms_norm(part, w, EPS) for part in x.chunk(shards)]), whole)
             run.control("the_next_heads", ops.rms_norm(x.roll(1, 1), w, EPS), whole)
         x = many(run, SHARED, 8, 128, salt=6, dtype=dtype, scale=3.0)
         grad, w = many(run, SHARED, 8, 128, salt=7, dtype=dtype), many(run, 128, salt=1, dtype=dtype)
         shared_scale(run, partial(ops.rms_norm, eps=EPS), (x,), w, grad)
-    for size in degrees(run, "processes", (2, 4, 8)):
-        whole = run.ranks(1, ranks, ops.__name__)[0]
-        parts = run.ranks(size, ranks, ops.__name__)
-        for i, dim in ((0, 0), (3, 2)):  # output, gradient of x, of w
-            run.equal(torch.cat([part[i] for part in parts], dim), whole[i])
-            run.equal(torch.cat([part[i + 1] for part in parts], dim), whole[i + 1])
-            run.equal(parts[0][i + 2], whole[i + 2])
-            for part in parts[1:]:
-                run.equal(part[i + 2], torch.zeros_like(whole[i + 2]))
+        real_ranks(run, ranks, ops.__name__, dtype, "TP", "SP")
 
 
 def _degenerate(run: Run, ops: ModuleType, naive: ModuleType, widest: Callable[[], int]) -> None:

@@ -162,7 +162,7 @@ def names(contract: Contract) -> dict[str, list[str]]:
 
 
 def _not_again(record: EvidenceRecord) -> list[str]:
-    """What of a record this machine has too few ranks to run again."""
+    """What of a record this machine has too few ranks or other GPUs to run again."""
     if record.provider.kind != "kernel":
         return []
     try:
@@ -172,7 +172,7 @@ def _not_again(record: EvidenceRecord) -> list[str]:
         return []  # another arch's, or of a function that is no longer here: findings and notes say so
     found = {check.family: said(beyond(gate, check)) for check in record.checks}
     return [
-        f"{family} covers {what}, for which there are too few ranks here"
+        f"{family} covers {what}, which this machine's ranks and GPUs are not enough for"
         for family, what in found.items()
         if what
     ]

@@ -13,6 +13,7 @@ from isoexec.kernels.bias import naive
 from isoexec.kernels.bias.hopper.kernel import launch, launch_gradient
 from isoexec.kernels.bias.hopper.ops import bias_add
 from isoexec.kernels.gates import Gate, Run, rows
+from isoexec.kernels.gates.degrees import wants
 from isoexec.kernels.gates.forward import many
 from isoexec.kernels.gates.inputs import DTYPES, odd_values
 from isoexec.kernels.gates.recipes import gradients
@@ -20,6 +21,7 @@ from isoexec.kernels.gates.rows import Rows
 
 GATE = Gate("bias.add/1", "sm90")
 WIDTHS = (1152, 6144)  # Qwen2.5-0.5B's and MiMo-7B's query, key and value
+DEGREES = (1, 2, 4, 8)
 FREE = ((1, 128, 1), (4, 2048, 8), (8, 256, 4))  # rows, block, warps
 
 
@@ -69,16 +71,23 @@ rows.hang(GATE, _over, _planted)
 
 @GATE.check("partition_invariance")
 def _partition(run: Run) -> None:
-    """Features on several ranks, each with all tokens: nothing is exchanged."""
+    """Features on several ranks, each with all tokens, as the linear before it gathers them (SP): nothing is exchanged."""
     for dtype in run.over("dtype", DTYPES):
         x, g = (many(run, rows.SOME, 768, salt=s, dtype=dtype, scale=4.0) for s in (1, 2))
         bias = many(run, 768, salt=3, dtype=dtype)
         whole = gradients(bias_add, [x, bias], g)
-        for shards in run.over("TP", (1, 2, 4, 8)):
-            parts = zip(*(t.chunk(shards, -1) for t in (x, bias, g)), strict=True)
-            found = zip(*(gradients(bias_add, [a, b], c) for a, b, c in parts), strict=True)
-            run.equal([torch.cat(one, -1) for one in found], whole)
+        for axis in ("TP", "SP"):
+            for shards in run.over(axis, DEGREES):
+                rows_of = x if axis == "TP" else torch.cat(x.tensor_split(shards))
+                parts = zip(*(t.chunk(shards, -1) for t in (rows_of, bias, g)), strict=True)
+                found = zip(*(gradients(bias_add, [a, b], c) for a, b, c in parts), strict=True)
+                run.equal([torch.cat(one, -1) for one in found], whole)
+        own = [gradients(bias_add, [a, bias], b)[2] for a, b in zip(x.chunk(2), g.chunk(2), strict=True)]
+        run.control("gradient_added_over_ranks", own[0] + own[1], whole[2])
         run.control("the_next_feature", bias_add(x, bias.roll(1)), whole[0])
+
+
+wants(GATE, "partition_invariance", TP=DEGREES, SP=DEGREES)
 
 
 @GATE.check("degenerate_shapes")

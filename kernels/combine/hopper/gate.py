@@ -19,6 +19,7 @@ from isoexec.kernels.gates.forward import many
 from isoexec.kernels.gates.inputs import DTYPES, fill, odd_values
 from isoexec.kernels.gates.recipes import gradients
 from isoexec.kernels.gates.rows import Rows
+from isoexec.kernels.gates.sharing import on_ranks
 
 GATE = Gate("moe.combine/1", "sm90")
 SHAPES = ((8, 2048), (8, 4096), (4, 7168), (10, 768))  # places, width: Qwen3-30B and 35B, 235B, DeepSeek-V3's
@@ -135,13 +136,13 @@ def _partition(run: Run) -> None:
     """Real ranks; and experts' sums that are exchanged instead of rows, as a fault."""
     device = run.device.type
     for dtype in run.over("dtype", DTYPES):
-        whole = run.ranks(1, ranks, device, dtype, "EP")[0]
+        whole = on_ranks(run, 1, ranks, device, dtype, "EP")[0]
         for axis in ("TP", "EP", "ETP"):
             for size in degrees(run, axis, DEGREES):
-                for one in run.ranks(size, ranks, device, dtype, axis):
+                for one in on_ranks(run, size, ranks, device, dtype, axis):
                     run.equal(one, whole)
         for size in degrees(run, "SP", DEGREES):
-            parts = zip(*run.ranks(size, ranks, device, dtype, "SP"), strict=True)
+            parts = zip(*on_ranks(run, size, ranks, device, dtype, "SP"), strict=True)
             run.equal([torch.cat(part) for part in parts], whole)
         y, weights, _ = _inputs(run, *PLANTED, dtype)
         for size in (2, 4):

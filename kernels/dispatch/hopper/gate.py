@@ -21,6 +21,7 @@ from isoexec.kernels.gates.forward import many
 from isoexec.kernels.gates.inputs import DTYPES, fill, odd_values
 from isoexec.kernels.gates.recipes import gradients
 from isoexec.kernels.gates.rows import Rows
+from isoexec.kernels.gates.sharing import on_ranks
 
 GATE = Gate("moe.dispatch/1", "sm90")
 SHAPES = ((128, 8, 2048), (256, 8, 2048), (512, 10, 768), (64, 4, 7168))  # experts, places, width
@@ -117,10 +118,10 @@ wants(GATE, "partition_invariance", EP=DEGREES, ETP=DEGREES)
 def _partition(run: Run) -> None:
     device = run.device.type
     for dtype in run.over("dtype", DTYPES):
-        whole = run.ranks(1, ranks, device, dtype, "EP")[0]
+        whole = on_ranks(run, 1, ranks, device, dtype, "EP")[0]
         for axis in ("EP", "ETP"):
             for size in degrees(run, axis, DEGREES):
-                for one in run.ranks(size, ranks, device, dtype, axis):
+                for one in on_ranks(run, size, ranks, device, dtype, axis):
                     run.equal(one, whole)
         count, experts, places, width = PLANTED
         ids = _chosen(run, count, experts, places)

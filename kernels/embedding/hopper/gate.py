@@ -15,14 +15,16 @@ from isoexec.kernels.embedding import naive
 from isoexec.kernels.embedding.hopper.kernel import launch_gradient
 from isoexec.kernels.embedding.hopper.ops import embedding, shard_lookup, vocab_parallel_embedding
 from isoexec.kernels.gates import Gate, Run, rows
-from isoexec.kernels.gates.degrees import degrees
+from isoexec.kernels.gates.degrees import degrees, wants
 from isoexec.kernels.gates.forward import many
-from isoexec.kernels.gates.inputs import DTYPES, ids, odd_values
+from isoexec.kernels.gates.inputs import DTYPES, fill, ids, odd_values
 from isoexec.kernels.gates.recipes import gradients
 from isoexec.kernels.gates.rows import Rows
+from isoexec.kernels.gates.sharing import here, on_ranks
 
 GATE = Gate("embedding.lookup/1", "sm90")
 TABLES = ((18992, 1024), (4096, 4096))  # an eighth of Qwen3-0.6B's; Qwen3-8B's width
+DEGREES = (1, 2, 4, 8)
 TERMS = 7  # rows that many tokens share, so that the order of their terms shows
 
 
@@ -69,7 +71,7 @@ def _partition(run: Run) -> None:
         w, which = _table(run, 64, 96, dtype), ids(rows.SOME, 64, 2).to(run.device)
         grad = many(run, rows.SOME, 96, salt=5, dtype=dtype)
         out, dw = gradients(lambda w: embedding(which, w), [w], grad)
-        for shards in run.over("TP", (1, 2, 4, 8)):
+        for shards in run.over("vocab_shards", DEGREES):
             terms, parts = [], []
             for i, part in enumerate(w.chunk(shards)):
                 first = i * len(part)
@@ -80,22 +82,26 @@ def _partition(run: Run) -> None:
             run.equal(torch.stack(terms).sum(0), out)
             run.equal(torch.cat(parts), dw)
         run.control("a_shard_left_out", terms[0], out)
-    for size in degrees(run, "processes", (2, 4)):
-        whole = run.ranks(1, ranks, False)[0]
-        for sp in (False, True):
-            parts = run.ranks(size, ranks, sp)
-            for got in [torch.cat([p[0] for p in parts])] if sp else [p[0] for p in parts]:
-                run.equal(got, whole[0])
-            run.equal(torch.cat([p[1] for p in parts]), whole[1])
+        whole = on_ranks(run, 1, ranks, dtype, False, run.device.type)[0]
+        for axis, sp in (("TP", False), ("SP", True)):
+            for size in degrees(run, axis, DEGREES):
+                found = on_ranks(run, size, ranks, dtype, sp, run.device.type)
+                for got in [torch.cat([p[0] for p in found])] if sp else [p[0] for p in found]:
+                    run.equal(got, whole[0])
+                run.equal(torch.cat([p[1] for p in found]), whole[1])
 
 
-def ranks(rank: int, size: int, group: ProcessGroup | None, sp: bool) -> list[Tensor]:
-    """Output and gradient of this process's part of the vocabulary."""
-    from isoexec.kernels.gates.inputs import fill
+wants(GATE, "partition_invariance", TP=DEGREES, SP=DEGREES)
 
-    w = fill(512, 64, salt=1, dtype=torch.bfloat16).chunk(size)[rank].cuda(rank)
-    which = ids(60, 512, 2).view(20, 3).cuda(rank)
-    grad = fill(20, 3, 64, salt=5, dtype=torch.bfloat16).cuda(rank)
+
+def ranks(
+    rank: int, size: int, group: ProcessGroup | None, dtype: torch.dtype, sp: bool, device: str
+) -> list[Tensor]:
+    """Output and gradient of this process's part of the vocabulary; with `sp`, of its block of tokens."""
+    w = fill(512, 64, salt=1, dtype=dtype).chunk(size)[rank].to(here(device))
+    w[:, 0] = -0.0
+    which = ids(48, 512, 2).view(16, 3).to(here(device))
+    grad = fill(16, 3, 64, salt=5, dtype=dtype).to(here(device))
 
     def call(w: Tensor) -> Tensor:
         return vocab_parallel_embedding(

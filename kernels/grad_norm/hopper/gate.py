@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from isoexec.kernels.gates import Gate, Run
-from isoexec.kernels.gates.degrees import degrees
+from isoexec.kernels.gates.degrees import degrees, most_ranks, wants
 from isoexec.kernels.gates.forward import many
 from isoexec.kernels.gates.inputs import DTYPES, fill, nudged, shuffled
+from isoexec.kernels.gates.sharing import here, on_ranks, subgroup
 from isoexec.kernels.grad_norm import exact_sq_sum as on_cpu
 from isoexec.kernels.grad_norm import naive
 from isoexec.kernels.grad_norm.hopper.kernel import launch_greatest, launch_sums, programs_for
@@ -22,6 +23,13 @@ from isoexec.kernels.grad_norm.hopper.ops import exact_sq_sum
 GATE = Gate("grad_norm.exact/1", "sm90")
 SCALES = (1e-20, 1e-12, 1e-3, 1.0, 1e12)
 CUTS = (1, 7, 64, 100, 300)  # rows of a part
+DEGREES = (1, 2, 4, 8)
+# what each axis does to gradients: TP, EP and ETP cut tensors, SP, DP and CP leave any share, PP gives whole layers to ranks
+AXES = {
+    **dict.fromkeys(("TP", "EP", "ETP"), "columns"),
+    **dict.fromkeys(("SP", "DP", "CP"), "uneven"),
+    "PP": "layers",
+}
 LARGE = (4096, 4096)  # of a gradient at full size
 
 
@@ -105,26 +113,56 @@ def _batch_invariance(run: Run) -> None:
         run.control("a_part_twice", exact_sq_sum([x, x[:1]]), want)
 
 
-def ranks(rank: int, size: int, group: ProcessGroup | None) -> Tensor:
-    """The sum over processes that share columns."""
-    layers = [fill(40, 64, salt=i, dtype=torch.bfloat16, scale=2.0**-i) for i in range(4)]
-    return exact_sq_sum([t.chunk(size, 1)[rank].cuda(rank) for t in layers], group).cpu()
+def ranks(
+    rank: int, size: int, group: ProcessGroup | None, cut: str, dtype: torch.dtype, fault: str, device: str
+) -> Tensor:
+    """The sum over processes that share columns, elements as they come, or layers; or columns and layers, by four in a square.
+
+    `fault`: "replicas" counts an unsharded tensor on every rank, "axis_left_out" reduces over one axis of the square.
+    """
+    layers = [fill(40, 64, salt=i, dtype=dtype, scale=2.0**-i).to(here(device)) for i in range(8)]
+    if size == 1:
+        return exact_sq_sum(layers).cpu()
+    groups = [group]
+    if cut == "columns":
+        own = [t.chunk(size, 1)[rank] for t in layers] + layers[: int(fault == "replicas")]
+    elif cut == "uneven":
+        flat = torch.cat([t.view(-1) for t in layers])
+        own = [flat.tensor_split([100 + 31 * r for r in range(size - 1)])[rank]]
+    elif cut == "layers":
+        own = layers[rank * 8 // size : (rank + 1) * 8 // size]
+    else:
+        column, row = rank % 2, rank // 2
+        own = [t.chunk(2, 1)[column] for t in layers[4 * row : 4 * row + 4]]
+        groups = [subgroup(2 * row, 2 * row + 1), subgroup(column, column + 2)]
+        groups = groups[: 1 if fault else 2]
+    return exact_sq_sum(own, [one for one in groups if one is not None]).cpu()
 
 
 @GATE.check("partition_invariance")
 def _partition(run: Run) -> None:
-    """Integers of any shards at one scale have one sum; and real ranks, where there are GPUs for them."""
+    """Integers of any shards at one scale have one sum; and real ranks, however they share the elements."""
+    device = run.device.type
     for dtype in run.over("dtype", DTYPES):
         x = _fill(run, 64, 96, salt=16, dtype=dtype)
         want = _by_blocks(x, 1024)
-        for shards in run.over("TP", (1, 2, 4, 8)):
+        for shards in run.over("shards", DEGREES):
             parts = [_by_blocks(part, 1024) for part in x.chunk(shards, 1)]
             run.equal(torch.stack([torch.stack(parts)[:, 0].amax(), torch.stack(parts)[:, 1].sum()]), want)
         run.control("a_shard_left_out", _by_blocks(x[1:], 1024), want)
-    for size in degrees(run, "processes", (2, 4, 8)):
-        whole = run.ranks(1, ranks)[0]
-        for got in run.ranks(size, ranks):
-            run.equal(got, whole)
+        whole = on_ranks(run, 1, ranks, "", dtype, "", device)[0]
+        for axis, cut in AXES.items():
+            for size in degrees(run, axis, DEGREES):
+                for got in on_ranks(run, size, ranks, cut, dtype, "", device):
+                    run.equal(got, whole)
+        if most_ranks("sm90") >= 4:
+            for got in on_ranks(run, 4, ranks, "square", dtype, "", device):
+                run.equal(got, whole)
+            for name, cut in (("replicas", "columns"), ("axis_left_out", "square")):
+                run.control(name, on_ranks(run, 4, ranks, cut, dtype, name, device)[0], whole)
+
+
+wants(GATE, "partition_invariance", **dict.fromkeys(AXES, DEGREES))
 
 
 @GATE.check("degenerate_shapes")

@@ -19,6 +19,7 @@ from isoexec.kernels.gates.degrees import degrees, wants
 from isoexec.kernels.gates.forward import cases, every_batch, many, reruns_at_full_size, touched
 from isoexec.kernels.gates.inputs import fill
 from isoexec.kernels.gates.recipes import gradients, trainer_forwards
+from isoexec.kernels.gates.sharing import on_ranks
 from isoexec.kernels.grouped_linear.hopper import naive, ops
 from isoexec.kernels.grouped_linear.hopper.candidates import TILES
 from isoexec.kernels.grouped_linear.hopper.kernel import launch, launch_weight, reference, weight_reference
@@ -205,12 +206,12 @@ def _partition(run: Run) -> None:
     """Real ranks. TP and SP place tokens and cut no expert: every rank has all rows of the experts it computes."""
     run.covers(dtype=BF16)
     device = run.device.type
-    whole = run.ranks(1, ranks, device, "TP")[0]
+    whole = on_ranks(run, 1, ranks, device, "TP")[0]
     for axis in ("TP", "SP", "EP", "ETP"):
         for size in degrees(run, axis, DEGREES):
             handed = axis == "ETP" and size > 1
             for name in run.over("transport", transports(run, size)) if handed else (None,):
-                found = run.ranks(size, ranks, device, axis, name)
+                found = on_ranks(run, size, ranks, device, axis, name)
                 run.equal(_whole(found, axis), whole)
                 if axis == "ETP":
                     for one in found:

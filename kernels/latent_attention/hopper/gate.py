@@ -24,6 +24,7 @@ from isoexec.kernels.gates.degrees import degrees, wants
 from isoexec.kernels.gates.forward import many
 from isoexec.kernels.gates.inputs import fill
 from isoexec.kernels.gates.sequences import Batch, Span
+from isoexec.kernels.gates.sharing import on_ranks
 from isoexec.kernels.latent_attention.hopper import ops, reference, tiles
 from isoexec.kernels.latent_attention.hopper.naive import HEAD, LATENT, ROPE
 from isoexec.kernels.latent_attention.hopper.ops import Plan, latent_attention, plan
@@ -253,7 +254,7 @@ def _against_fp64(run: Run, batch: Sequences, want: Tensor) -> None:
     run.holds(torch.tensor([off < TOO_FAR**2 * admitted]))
 
 
-wants(GATE, "partition_invariance", TP=(1, 2, 4))
+wants(GATE, "partition_invariance", TP=(1, 2, 4, 8))
 
 
 def _ranked(
@@ -291,7 +292,7 @@ def _partition(run: Run) -> None:
                     run.equal(got, want[index][:, queries])
         run.control("the_next_head", want.roll(1, 1), want)
     given = (
-        HEADS[0] // 4 * 4 or 4,
+        HEADS[0] // 8 * 8 or 4,
         int(run.constants["kv_segment"]),
         run.pick(*attentions.TRAINED),
         run.device.type,
@@ -299,8 +300,8 @@ def _partition(run: Run) -> None:
     whole = _ranked(0, 1, None, *given)
     parts = [_ranked(rank, 2, None, *given) for rank in range(2)]  # each as if it were alone
     run.control("sums_of_two_ranks_added", parts[0][4] + parts[1][4], whole[4])
-    for size in degrees(run, "TP", (1, 2, 4)):
-        found = run.ranks(size, _ranked, *given)
+    for size in degrees(run, "TP", (1, 2, 4, 8)):
+        found = on_ranks(run, size, _ranked, *given)
         for i in range(3):  # each rank's own heads
             run.equal(torch.cat([part[i] for part in found], 1), whole[i])
         for part in found:  # everybody's keys

@@ -2,7 +2,7 @@
 """What proves linear.mma_chain/1 on sm90: every weight and number of rows against one tile, and against the exact product.
 
 Gradients likewise, each against a tile that reads the same layout; shards in one process by accumulators handed on, and in real
-processes, one a GPU, over each transport that is available there.
+processes, which may share a GPU, over each transport that is available there.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from isoexec.kernels.gates import Gate, Run
 from isoexec.kernels.gates.degrees import degrees, wants
 from isoexec.kernels.gates.forward import cases, every_batch, many, reruns_at_full_size, touched
 from isoexec.kernels.gates.recipes import gradients
+from isoexec.kernels.gates.sharing import here, on_ranks
 from isoexec.kernels.linear.hopper import chains, cublaslt, naive, plain, table, transport
 from isoexec.kernels.linear.hopper.kernel import launch, reference
 from isoexec.kernels.linear.hopper.ops import (
@@ -114,7 +115,7 @@ NARROW = (
 HEAD_ROWS = 1024
 # what ranks share in real processes, and with how many rows; weight gradients are compared with WEIGHT_ROWS of them
 SHARED_WEIGHTS = ((4096, 4096), (4096, 12288), (2048, 4096), (6144, 1024))
-SHARED_ROWS = (1, 64, 776, 2048)
+SHARED_ROWS = (1, 64, 776)
 WEIGHT_ROWS = 64
 PADDED = 37  # rows to which zeros are appended
 
@@ -223,7 +224,7 @@ def _case_parity(run: Run) -> None:
 
 @GATE.check("partition_invariance")
 def _partition(run: Run) -> None:
-    """Both sides of every weight cut, in one process; then in real processes, one a GPU."""
+    """Both sides of every weight cut, in one process; then in real processes."""
     dtype = out_dtype(run)
     with claimed():
         for N, K in weights(run):
@@ -265,13 +266,10 @@ def _input_gradient_in_laps(run: Run, x: Tensor, w: Tensor) -> None:
 
 
 def able(rank: int, size: int, group: ProcessGroup | None, device: str) -> dict[str, Tensor]:
-    """Which transports this rank could use."""
-    del size
+    """Which transports the ranks of the group could use, as they agree it."""
+    del rank, size
     assert group is not None
-    here = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    return {
-        name: torch.tensor(transport._look(name, group, here)[0] is not None) for name in transport.TRANSPORTS
-    }
+    return {name: torch.tensor(not why) for name, why in transport.able(group, here(device)).items()}
 
 
 def _layouts(N: int, size: int) -> dict[str, tuple[int, ...]]:
@@ -293,7 +291,7 @@ def shared(
     run = Run(
         constants={},
         full=True,
-        device=torch.device(device, rank) if device == "cuda" else torch.device(device),
+        device=here(device),
     )
     if group is not None:
         transport.use(name)
@@ -329,7 +327,7 @@ def faults(rank: int, size: int, group: ProcessGroup | None, name: str, device: 
     run = Run(
         constants={},
         full=True,
-        device=torch.device(device, rank) if device == "cuda" else torch.device(device),
+        device=here(device),
     )
     assert group is not None
     transport.use(name)
@@ -369,9 +367,8 @@ def faults(rank: int, size: int, group: ProcessGroup | None, name: str, device: 
 
 
 def transports(run: Run, size: int) -> list[str]:
-    """Which transports every one of `size` ranks could use."""
-    votes = run.ranks(size, able, run.device.type)
-    return [name for name in votes[0] if all(bool(vote[name]) for vote in votes)]
+    """Which transports `size` ranks could use."""
+    return [name for name, yes in on_ranks(run, size, able, run.device.type)[0].items() if bool(yes)]
 
 
 def _real_ranks(run: Run) -> None:
@@ -388,19 +385,21 @@ def _real_ranks(run: Run) -> None:
                 for weight in narrow:
                     if weight[0] % (32 * size) or weight[1] % (16 * size):
                         continue
-                    for rows in run.over("shared_rows", run.pick(SHARED_ROWS[:3], SHARED_ROWS)):
+                    for rows in run.over("shared_rows", SHARED_ROWS):
                         if sp and rows % size:
                             continue
                         if (weight, rows) not in whole:
-                            whole[weight, rows] = run.ranks(1, shared, name, weight, rows, False, device)[0]
+                            (whole[weight, rows],) = on_ranks(
+                                run, 1, shared, name, weight, rows, False, device
+                            )
                         one = whole[weight, rows]
                         many_ranks = (
-                            run.ranks(size, shared, name, weight, rows, sp, device) if size > 1 else [one]
+                            on_ranks(run, size, shared, name, weight, rows, sp, device) if size > 1 else [one]
                         )
                         _compare(run, many_ranks, one, sp)
             if size > 1 and not sp:
                 for name in names:
-                    wrong = run.ranks(size, faults, name, device)[0]
+                    wrong = on_ranks(run, size, faults, name, device)[0]
                     x, w = operands(run, *PLANTED)
                     dy = many(run, len(x), len(w), salt=5)
                     with claimed():

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ONE_HOST",
+    "OWN_GPU",
     "available",
     "check",
     "column_gradient",
@@ -42,6 +43,7 @@ __all__ = [
 ]
 
 ONE_HOST = False
+OWN_GPU = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ONE_HOST",
+    "OWN_GPU",
     "available",
     "check",
     "column_gradient",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 ONE_HOST = True
+OWN_GPU = True  # its kernels wait on the GPU for other ranks', which may never run beside them on one
 # of the group's memory, 6 bytes each: products that are larger take several launches. `handoff.ops.setup` before the first
 # product makes another size
 ELEMENTS = 1 << 25

@@ -8,10 +8,10 @@ torch.distributed and works everywhere; `symmetric` writes into the next rank's 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
 import time
-import zlib
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -42,6 +42,7 @@ __all__ = [
     "Schedule",
     "Transport",
     "TransportError",
+    "able",
     "finish",
     "prepare",
     "register",
@@ -68,6 +69,10 @@ class Transport(Protocol):
     @property
     def ONE_HOST(self) -> bool:
         """Whether the ranks must share a host."""
+
+    @property
+    def OWN_GPU(self) -> bool:
+        """Whether each rank must have a GPU of its own."""
 
     def available(self, group: ProcessGroup, device: torch.device) -> str:
         """Return "" where this rank can use it, else why not. No communication."""
@@ -197,6 +202,54 @@ def _look(name: str, group: ProcessGroup, device: torch.device) -> tuple[Transpo
     return (None, f"{name}: {why}") if why else (module, "")
 
 
+def _agree(
+    group: ProcessGroup, device: torch.device
+) -> tuple[dict[str, tuple[Transport | None, str]], set[int]]:
+    """What every rank of the group can use, by name, or why not; and which transports its ranks want.
+
+    All ranks say once what each can use, on which host it is, and which GPU it has: nobody has to try.
+    """
+    names = list(TRANSPORTS)
+    found = {name: _look(name, group, device) for name in names}
+    own = [
+        *(int(module is not None) for module, _ in found.values()),
+        _number(socket.gethostname()),
+        _number(_place(group, device)),
+        names.index(_wanted) if _wanted else -1,
+    ]
+    votes = torch.tensor(own, dtype=torch.int64, device=device)
+    every = votes.new_empty(group.size() * len(own))
+    dist.all_gather_into_tensor(every, votes, group=group)
+    *can, hosts, places, wanted = zip(*every.view(group.size(), -1).tolist(), strict=True)
+    for name, yes in zip(names, can, strict=True):
+        module, why = found[name]
+        if module is not None and not all(yes):
+            why = f"{name}: not on every rank"
+        elif module is not None and module.ONE_HOST and len(set(hosts)) > 1:
+            why = f"{name}: ranks on several hosts"
+        elif module is not None and module.OWN_GPU and len(set(places)) < group.size():
+            why = f"{name}: {group.size()} ranks on {len(set(places))} GPUs, and it needs one a rank"
+        found[name] = (None, why) if why else (module, "")
+    return found, set(wanted)
+
+
+def _number(said: str) -> int:
+    """A string as a non-negative int64."""
+    return int.from_bytes(hashlib.sha256(said.encode()).digest()[:8]) >> 1
+
+
+def _place(group: ProcessGroup, device: torch.device) -> str:
+    """Where a rank computes: its GPU, by the id that it has in any process, or itself on a CPU."""
+    if device.type != "cuda":
+        return f"rank {group.rank()}"
+    return f"GPU {torch.cuda.get_device_properties(device).uuid}"
+
+
+def able(group: ProcessGroup, device: torch.device) -> dict[str, str]:
+    """By transport, "" where every rank of the group could use it, else why not; all ranks ask at the same time."""
+    return {name: why for name, (_, why) in _agree(group, device)[0].items()}
+
+
 def prepare(group: ProcessGroup, device: torch.device) -> Choice:
     """The transport of a group, agreed between its ranks at the first call, which also makes the group's communicator.
 
@@ -211,33 +264,22 @@ def prepare(group: ProcessGroup, device: torch.device) -> Choice:
             f"the first product over group {group.group_name} inside a capture",
             "call transport.prepare(group, device) on every rank, or run the layer once, before capturing",
         )
-    names = list(TRANSPORTS)
-    found = [_look(name, group, device) for name in names]
-    able = [int(module is not None) for module, _ in found]
-    wanted = names.index(_wanted) if _wanted else -1
-    host = zlib.crc32(socket.gethostname().encode())
-    # one vector of minima says what all ranks can do, whether they want the same, and whether they share a host
-    votes = torch.tensor([*able, host, -host, wanted, -wanted], dtype=torch.int64, device=device)
-    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
-    *everywhere, low, high, least, most = votes.tolist()
-    for i, (module, _) in enumerate(found):
-        if module is not None and module.ONE_HOST and low != -high:
-            everywhere[i], found[i] = 0, (None, f"{names[i]}: ranks on several hosts")
-    if least != -most:
+    found, wanted = _agree(group, device)
+    if len(wanted) > 1:
         raise TransportError(
             "one transport on every rank", f"several, {_wanted!r} here", "call transport.use alike"
         )
-    reasons = [why or f"{name}: not on every rank" for name, (_, why) in zip(names, found, strict=True)]
-    index = least if least >= 0 else next((i for i, yes in enumerate(everywhere) if yes), -1)
-    if index < 0 or not everywhere[index]:
-        said = "; ".join(reasons) if index < 0 else reasons[index]
+    names = list(found)
+    name = _wanted or next((one for one, (module, _) in found.items() if module is not None), None)
+    module = found[name][0] if name else None
+    if name is None or module is None:
+        said = found[name][1] if name else "; ".join(why for _, why in found.values())
         raise TransportError(
             f"a transport for group {group.group_name}", said, "name another with transport.use"
         )
-    module = found[index][0]
-    assert module is not None
     module.open_group(group, device)
-    chosen = Choice(name=names[index], reason="" if least >= 0 else "; ".join(reasons[:index]), module=module)
+    passed = [] if _wanted else [found[one][1] for one in names[: names.index(name)]]
+    chosen = Choice(name=name, reason="; ".join(passed), module=module)
     _choices[key] = chosen
     return chosen
 

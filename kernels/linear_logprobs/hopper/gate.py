@@ -15,6 +15,8 @@ from isoexec.kernels.gates.degrees import degrees, wants
 from isoexec.kernels.gates.forward import cases, every_batch, many, reruns_at_full_size, touched
 from isoexec.kernels.gates.inputs import ids
 from isoexec.kernels.gates.recipes import gradients, trainer_forwards
+from isoexec.kernels.gates.sharing import here, on_ranks
+from isoexec.kernels.groups import gather_rows, name_of
 from isoexec.kernels.linear.hopper import chains
 from isoexec.kernels.linear.hopper.gate import claimed
 from isoexec.kernels.linear.hopper.kernel import reference
@@ -37,7 +39,7 @@ HEADS = ((151936, 4096), (248320, 2048))  # Qwen3-8B, Qwen3.5-35B-A3B
 QUICK_HEADS = ((151936, 1024),)
 SHARED_HEAD = (6144, 1024)  # what ranks share: a listed weight whose leaves are no power of two of blocks
 SHARED = 40  # rows that ranks share
-DEGREES = (2, 4, 8)
+DEGREES = (1, 2, 4, 8)
 WHOLE = Chunks(rows=512, leaves=1024)
 PLANS: tuple[Tile | Chunks, ...] = (
     TILES,
@@ -175,10 +177,6 @@ def _case_parity(run: Run) -> None:
     _planted(run)
 
 
-def _device(device: str, rank: int) -> torch.device:
-    return torch.device(device, rank) if device == "cuda" else torch.device(device)
-
-
 def shared(
     rank: int,
     size: int,
@@ -186,10 +184,14 @@ def shared(
     head: tuple[int, int],
     leaves: int,
     rows: int,
+    sp: bool,
     device: str,
 ) -> list[Tensor]:
-    """Log p beside the entropy, the input's gradient, and that of a rank's part of the head."""
-    run = Run(constants={}, full=True, device=_device(device, rank))
+    """Log p beside the entropy, the input's gradient, and that of a rank's part of the head.
+
+    With `sp` ranks share the rows of the input: they are gathered before the head, and a rank keeps its rows of the gradient.
+    """
+    run = Run(constants={}, full=True, device=here(device))
     x, w, target, warmth = operands(run, rows, *head)
 
     def call(x: Tensor, w: Tensor) -> Tensor:
@@ -198,8 +200,11 @@ def shared(
         )
 
     grad = many(run, rows, 2, salt=7, dtype=torch.float32)
+    if sp:
+        x = gather_rows(x.chunk(size)[rank], name_of(group))
     with claimed():
-        return [t.cpu() for t in gradients(call, [x, w.chunk(size)[rank].contiguous()], grad)]
+        out, dx, dw = gradients(call, [x, w.chunk(size)[rank].contiguous()], grad)
+    return [t.cpu() for t in (out, dx.chunk(size)[rank] if sp else dx, dw)]
 
 
 def _sums_added(run: Run, shards: int) -> None:
@@ -232,17 +237,20 @@ def _partition(run: Run) -> None:
                 "another_head", nodes(x, w.roll(1, 0), None, leaves, entropy=False, plan=TILES)[1], whole[1]
             )
             del target
-    one = shared(0, 1, None, SHARED_HEAD, leaves, SHARED, kind)
-    for size in degrees(run, "TP", [n for n in DEGREES if leaves % n == 0]):
-        found = run.ranks(size, shared, SHARED_HEAD, leaves, SHARED, kind)
-        for mine in found:
-            run.equal(mine[:2], one[:2])
-        run.equal(torch.cat([mine[2] for mine in found]), one[2])
+    one = shared(0, 1, None, SHARED_HEAD, leaves, SHARED, False, kind)
+    for axis, sp in (("TP", False), ("SP", True)):
+        for size in degrees(run, axis, [n for n in DEGREES if leaves % n == 0]):
+            found = on_ranks(run, size, shared, SHARED_HEAD, leaves, SHARED, sp, kind)
+            for mine in found:
+                run.equal(mine[0], one[0])
+            for got in [torch.cat([mine[1] for mine in found])] if sp else [mine[1] for mine in found]:
+                run.equal(got, one[1])
+            run.equal(torch.cat([mine[2] for mine in found]), one[2])
     _sums_added(run, 2)
     _planted(run)
 
 
-wants(GATE, "partition_invariance", TP=DEGREES)
+wants(GATE, "partition_invariance", TP=DEGREES, SP=DEGREES)
 
 
 @GATE.check("degenerate_shapes")

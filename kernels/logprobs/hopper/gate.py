@@ -16,6 +16,7 @@ from isoexec.kernels.gates.degrees import degrees, wants
 from isoexec.kernels.gates.forward import cases, every_batch, many, reruns_at_full_size, touched
 from isoexec.kernels.gates.inputs import DTYPES, ids
 from isoexec.kernels.gates.recipes import ACCURACY, gradients, trainer_forwards
+from isoexec.kernels.gates.sharing import here, on_ranks
 from isoexec.kernels.logprobs.hopper import naive
 from isoexec.kernels.logprobs.hopper.kernel import (
     Cut,
@@ -187,10 +188,6 @@ def _case_parity(run: Run) -> None:
     _other_sums(run)
 
 
-def _device(device: str, rank: int) -> torch.device:
-    return torch.device(device, rank) if device == "cuda" else torch.device(device)
-
-
 def shared(
     rank: int,
     size: int,
@@ -202,7 +199,7 @@ def shared(
     device: str,
 ) -> list[Tensor]:
     """Log p, entropy and the gradient of a rank's logits."""
-    run = Run(constants={}, full=True, device=_device(device, rank))
+    run = Run(constants={}, full=True, device=here(device))
     logits, target, warmth = inputs(run, rows, vocab, dtype)
 
     def call(z: Tensor) -> Tensor:
@@ -218,7 +215,7 @@ def faults(
     rank: int, size: int, group: ProcessGroup | None, vocab: int, leaves: int, rows: int, device: str
 ) -> dict[str, Tensor]:
     """Log p with ranks joined wrongly: their logits in another order, one leaf a rank, a rank's sums alone; and rightly."""
-    run = Run(constants={}, full=True, device=_device(device, rank))
+    run = Run(constants={}, full=True, device=here(device))
     logits, target, _ = inputs(run, rows, vocab, torch.float32, salt=3)
     parts = [t.contiguous() for t in logits.chunk(size, 1)]
     width, call = vocab // size, partial(token_logprobs, vocab_leaves=leaves)
@@ -227,12 +224,13 @@ def faults(
     turned = (
         {"ranks_in_another_order": call(parts[(rank + size - 1) % size], moved, group)} if size > 2 else {}
     )
-    return {
+    found = {
         "right": call(parts[rank], target, group),
         **turned,
         "other_leaves": token_logprobs(parts[rank], target, group, vocab_leaves=size),
         "a_rank_s_sums_alone": call(parts[0], target % width, None),
     }
+    return {name: t.cpu() for name, t in found.items()}
 
 
 @GATE.check("partition_invariance")
@@ -243,7 +241,7 @@ def _partition(run: Run) -> None:
     for dtype in run.over("dtype", DTYPES):
         whole = shared(0, 1, None, dtype, vocab, leaves, SHARED, kind)
         for size in degrees(run, "TP", [n for n in DEGREES if leaves % n == 0]):
-            found = run.ranks(size, shared, dtype, vocab, leaves, SHARED, kind)
+            found = on_ranks(run, size, shared, dtype, vocab, leaves, SHARED, kind)
             for one in found:
                 run.equal(one[0], whole[0])
             run.equal(torch.cat([one[1] for one in found], 1), whole[1])
@@ -265,14 +263,14 @@ def _partition(run: Run) -> None:
         run.equal(nodes[shards], nodes[1])
     most = max((n for n in degrees(run, "TP", DEGREES) if leaves % n == 0), default=1)
     if most > 1:
-        found = run.ranks(most, faults, vocab, leaves, PLANTED, kind)[0]
+        found = on_ranks(run, most, faults, vocab, leaves, PLANTED, kind)[0]
         right = found.pop("right")
         for name, wrong in found.items():
             run.control(name, wrong, right)
     _other_sums(run)
 
 
-DEGREES = (2, 4, 8)
+DEGREES = (1, 2, 4, 8)
 wants(GATE, "partition_invariance", TP=DEGREES)
 
 

@@ -8,14 +8,17 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from isoexec.kernels.gates import Gate, Run, rows
+from isoexec.kernels.gates.degrees import wants
 from isoexec.kernels.gates.forward import many
-from isoexec.kernels.gates.inputs import DTYPES, odd_values
-from isoexec.kernels.gates.norms import DEGREES, EPS, SHARED, free_settings, shared_scale
+from isoexec.kernels.gates.inputs import DTYPES, odd_values, wide
+from isoexec.kernels.gates.norms import DEGREES, EPS, SHARED, free_settings, real_ranks, shared_scale
 from isoexec.kernels.gates.recipes import gradients
 from isoexec.kernels.gates.rows import Rows
+from isoexec.kernels.gates.sharing import here
 from isoexec.kernels.rms_norm.hopper.kernel import launch
 from isoexec.kernels.rms_norm_gated.hopper import naive
 from isoexec.kernels.rms_norm_gated.hopper.ops import rms_norm, rms_norm_grad
@@ -84,11 +87,37 @@ def _partition(run: Run) -> None:
         x, z, g = (many(run, SHARED, 8, 128, salt=s, dtype=dtype, scale=3.0) for s in (1, 2, 3))
         w = many(run, 128, salt=4, dtype=dtype)
         whole = rms_norm(x, w, z, EPS)
-        for shards in run.over("TP", DEGREES):
+        for shards in run.over("head_shards", DEGREES):
             parts = zip(x.chunk(shards, 1), z.chunk(shards, 1), strict=True)
             run.equal(torch.cat([rms_norm(a, w, b, EPS) for a, b in parts], 1), whole)
         run.control("the_next_gate", rms_norm(x, w, z.roll(1, 1), EPS), whole)
         shared_scale(run, partial(_op, eps=EPS), (x, z), w, g)
+        real_ranks(run, ranks, "", dtype, "TP")
+
+
+wants(GATE, "partition_invariance", TP=DEGREES)
+
+
+def ranks(
+    rank: int,
+    size: int,
+    group: ProcessGroup | None,
+    module: str,
+    axis: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    device: str,
+) -> list[Tensor]:
+    """Output and gradients of a norm whose heads, and their gates, real ranks share; the scale's come last."""
+    del module, axis
+    x, z, g = (wide(*shape, salt=s, dtype=dtype).to(here(device)).chunk(size, 2)[rank] for s in (1, 2, 4))
+    w = wide(shape[-1], salt=3, dtype=dtype).to(here(device))
+    out, dx, dw, dz = gradients(
+        lambda x, w, z: rms_norm_grad(x, w, z, EPS, shard="heads" if group else "none", group=group),
+        [x, w, z],
+        g,
+    )
+    return [t.cpu() for t in (out, dx, dz, dw)]
 
 
 @GATE.check("degenerate_shapes")

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isoexec.kernels.gates import Gate, Run, rows
+from isoexec.kernels.gates.degrees import wants
 from isoexec.kernels.gates.forward import many
 from isoexec.kernels.gates.inputs import DTYPES, odd_values
 from isoexec.kernels.gates.recipes import gradients
@@ -22,6 +23,7 @@ from isoexec.kernels.silu_mul.hopper.ops import silu_mul, silu_mul_halves
 GATE = Gate("silu_mul.poly/1", "sm90")
 PLANTED = (256, 2048)  # rows and twice the width where another exp shows
 WIDTHS = (512, 3072, 12288)  # Qwen3.5-35B-A3B's experts, Qwen3-0.6B, Qwen3-8B
+DEGREES = (1, 2, 4, 8)
 FREE = ((1, 128, 1), (1, 2048, 8), (4, 512, 4))  # rows, block, warps
 
 
@@ -75,16 +77,20 @@ rows.hang(GATE, _over, _planted)
 
 @GATE.check("partition_invariance")
 def _partition(run: Run) -> None:
-    """Columns of gate and up on several ranks: nothing is exchanged."""
+    """Columns of gate and up on several ranks (TP, ETP), or the rows of each rank's experts (EP): nothing is exchanged."""
     for dtype in run.over("dtype", DTYPES):
         for width in run.over("width", WIDTHS):
             gate, up, g = (many(run, rows.SOME, width, salt=s, dtype=dtype, scale=9.0) for s in (1, 2, 3))
             whole = gradients(silu_mul, [gate, up], g)
-            for shards in run.over("TP", (1, 2, 4, 8)):
-                parts = zip(*(t.chunk(shards, 1) for t in (gate, up, g)), strict=True)
-                found = zip(*(gradients(silu_mul, [a, b], c) for a, b, c in parts), strict=True)
-                run.equal([torch.cat(one, 1) for one in found], whole)
+            for axis, dim in (("TP", 1), ("ETP", 1), ("EP", 0)):
+                for shards in run.over(axis, DEGREES):
+                    parts = zip(*(t.tensor_split(shards, dim) for t in (gate, up, g)), strict=True)
+                    found = zip(*(gradients(silu_mul, [a, b], c) for a, b, c in parts), strict=True)
+                    run.equal([torch.cat(one, dim) for one in found], whole)
             run.control("the_next_column", silu_mul(gate.roll(1, 1), up), whole[0])
+
+
+wants(GATE, "partition_invariance", TP=DEGREES, EP=DEGREES, ETP=DEGREES)
 
 
 @GATE.check("degenerate_shapes")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs every check of the sm90 gates in Triton's interpreter at tiny sizes, and prints `{gate family: failures}` as JSON.
+"""Runs every check of the sm90 gates in Triton's interpreter at tiny sizes; prints what failed, and what was covered, as JSON.
 
 The ops get CPU kernels here, the chain's table a few small weights; the library and its switches are CPU's torch.
 """
@@ -228,7 +228,6 @@ def smaller() -> None:
         ].__kwdefaults__.update(free)
     replace(
         table,
-        tiles=lambda: dict.fromkeys(WEIGHTS, ((1, TILE), (8192, TILE))),
         UNTUNED=dict.fromkeys(table.PRODUCTS, ((2, SWAPPED), (table.ANY, MAPS))),
     )
     replace(degrees, most_ranks=lambda _: 1)  # ranks would not share this interpreter
@@ -246,18 +245,24 @@ def smaller() -> None:
     )
 
 
+def small(op: str) -> ModuleType:
+    """The gate of an op, at its tiny sizes."""
+    gate = import_module(f"isoexec.kernels.{op}.hopper.gate")
+    listed = (
+        {HEAD: ((8192, HEAD_TILE),)}
+        if op == "linear_logprobs"
+        else dict.fromkeys(WEIGHTS, ((1, TILE), (8192, TILE)))
+    )
+    replace(table, tiles=lambda: listed)
+    replace(gate, **SMALL[op])
+    return gate
+
+
 def main() -> None:
     smaller()
     results = {}
     for op in sys.argv[1:] or SMALL:
-        gate = import_module(f"isoexec.kernels.{op}.hopper.gate")
-        if op == "linear_logprobs":
-            replace(table, tiles=lambda: {HEAD: ((8192, HEAD_TILE),)})
-        for name, value in SMALL[op].items():
-            assert hasattr(gate, name), (op, name)
-            setattr(gate, name, value)
-            if name == "WIDEST":
-                replace(import_module(f"isoexec.kernels.{op}.hopper.ops"), WIDEST=value)
+        gate = small(op)
         for name in PLANTED_ALIKE.get(op, ()):
             replace(gate, **{name: once(getattr(gate, name))})
         for family in gate.GATE.families:
@@ -265,9 +270,13 @@ def main() -> None:
                 check = gate.GATE.run(family, CONSTANTS[op], full=False)
                 # the interpreter fuses nothing, so that control is blind here
                 blind = [why for why in check.failures() if "fused_multiply_add" not in why]
-                results[f"{op} {family}"] = [*blind, f"{check.elements} elements"]
+                results[f"{op} {family}"] = {
+                    "failures": blind,
+                    "elements": check.elements,
+                    "domain": check.domain,
+                }
             except Exception:  # noqa: BLE001 - reported to the test that asked
-                results[f"{op} {family}"] = [traceback.format_exc(limit=6)]
+                results[f"{op} {family}"] = {"failures": [traceback.format_exc(limit=6)]}
     json.dump(results, sys.stdout)
 
 

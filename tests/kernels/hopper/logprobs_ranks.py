@@ -66,7 +66,7 @@ def wrongly(rank: int, size: int, group: ProcessGroup | None) -> dict[str, Tenso
 
 def hidden(rank: int, size: int, group: ProcessGroup | None) -> list[Tensor]:
     """Log p beside the entropy, the gradient of hidden states and of a rank's head."""
-    return from_hidden.shared(rank, size, group, HEAD, LEAVES, ROWS, "cpu")
+    return from_hidden.shared(rank, size, group, HEAD, LEAVES, ROWS, False, "cpu")
 
 
 def same(got: Tensor, want: Tensor) -> str:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,15 +61,22 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("ops", TOGETHER)
-def test_every_check_holds_in_the_interpreter(ops: tuple[str, ...], script: Callable[..., Any]) -> None:
-    found: dict[str, list[str]] = script("gated.py", *ops)
+def test_every_check_holds_in_the_interpreter_and_its_record_would_discharge_contracts(
+    ops: tuple[str, ...], script: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, dict[str, Any]] = script("gated.py", *ops)
     assert sorted(found) == sorted(
         f"{op} {family}" for op in ops for family in gate_for(FUNCTIONS[op], "sm90").families
     )
-    for name, lines in found.items():
-        assert len(lines) == 1, (name, lines)
+    covered: dict[str, dict[str, Any]] = {}
+    for name, one in found.items():
+        assert one["failures"] == [], name
         # the gradient's norm is one number
-        assert int(lines[0].removesuffix(" elements")) > (0 if "grad_norm" in name else 5), (name, lines)
+        assert one["elements"] > (0 if "grad_norm" in name else 5), (name, one)
+        op, family = name.split()
+        covered.setdefault(FUNCTIONS[op], {})[family] = one["domain"]
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    assert importlib.import_module("discharging").left(covered, tmp_path) == {}
 
 
 def test_every_own_function_of_the_arch_has_a_gate() -> None:
