@@ -27,28 +27,25 @@ BY_NAME = {family.name: family for family in FAMILIES}
 SOURCE = "sha256:" + "a" * 64
 RECORD = "sha256:" + "b" * 64
 
-# Regions of today's shipped contracts that nothing may be installed for, by why. Records are of one GPU: what ranks exchange is
-# refused until `isoexec gate run --extend` has run on as many as are claimed. The linear's gate and attention's source have
-# changed since they ran.
-_LINEAR = {"column_linear", "lm_head", "row_linear"}
-_UNRUN = _LINEAR | {"attention"}
-_DENSE = {"embedding", "grad_norm", "head_logprobs", "logprobs"}
-_MOE = _DENSE | {"combine", "dispatch", "expert_linear", "silu_mul"}
-_MLA = {
-    "no evidence": _LINEAR | {"attention", "latent_linear", "router"},
-    "evidence refused": _MOE | {"absorbed_linear"},
+# Regions of today's shipped contracts that nothing may be installed for, by why. Gates of what ranks exchange, which run eight
+# ranks on any GPU now, and the source of attention have changed since they ran on one.
+_DENSE = {
+    *("column_linear", "lm_head", "row_linear", "embedding", "norm", "silu_mul"),
+    *("attention", "logprobs", "head_logprobs", "grad_norm"),
 }
+_EXPERTS = {"router", "dispatch", "expert_linear", "combine"}
+_MLA = {"no evidence": _DENSE | _EXPERTS | {"absorbed_linear", "latent_linear", "latent_norm"}}
 _GDN = {"gdn_conv", "gdn_gating", "gdn_rule"}
-_HYBRID_MOE = {"no kernel": _GDN, "no evidence": _UNRUN | {"router"}, "evidence refused": _MOE}
+_HYBRID = _DENSE | {"qk_norm", "gdn_norm", "gdn_qk_norm"}
 UNPROVEN: Mapping[str, Mapping[str, set[str]]] = {
-    "qwen3-dense-sm90": {"no evidence": _UNRUN, "evidence refused": _DENSE},
-    "mimo-dense-sm90": {"no evidence": _UNRUN, "evidence refused": _DENSE | {"qkv_bias"}},
-    "qwen3-moe-sm90": {"no evidence": _UNRUN | {"router"}, "evidence refused": _MOE},
+    "qwen3-dense-sm90": {"no evidence": _DENSE | {"qk_norm"}},
+    "mimo-dense-sm90": {"no evidence": _DENSE | {"qkv_bias"}},
+    "qwen3-moe-sm90": {"no evidence": _DENSE | _EXPERTS | {"qk_norm"}},
     "glm4-moe-lite-sm90": _MLA,
     "deepseek-v3-sm90": _MLA,
-    "qwen3.5-dense-sm90": {"no kernel": _GDN, "no evidence": _UNRUN, "evidence refused": _DENSE},
-    "qwen3.5-moe-sm90": _HYBRID_MOE,
-    "qwen3-next-sm90": _HYBRID_MOE,
+    "qwen3.5-dense-sm90": {"no kernel": _GDN, "no evidence": _HYBRID},
+    "qwen3.5-moe-sm90": {"no kernel": _GDN, "no evidence": _HYBRID | _EXPERTS},
+    "qwen3-next-sm90": {"no kernel": _GDN, "no evidence": _HYBRID | _EXPERTS},
 }
 """Shipped contract -> kind -> regions; a contract that is not listed is wholly proven."""
 
