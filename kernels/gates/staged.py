@@ -59,7 +59,7 @@ class _Work(dist.Work):
 _Group: Any = dist.ProcessGroup  # whose methods are overloads, of other signatures in each torch
 
 
-class Staged(_Group):  # type: ignore[misc]
+class Staged(_Group):
     """A group whose calls are those of a gloo group between the ranks' host memories."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
