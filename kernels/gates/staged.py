@@ -64,7 +64,7 @@ class Staged(_Group):
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._gloo = ProcessGroupGloo(store, rank, size, timeout)
+        self._gloo: Any = ProcessGroupGloo(store, rank, size, timeout)  # torch's stub lacks its calls
         self._name = ""
 
     # the base keeps a name with a backend of its own, and has none here

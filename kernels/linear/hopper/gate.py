@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from isoexec.kernels.gates import Gate, Run
 from isoexec.kernels.gates.degrees import degrees, wants
 from isoexec.kernels.gates.forward import cases, every_batch, many, reruns_at_full_size, touched
-from isoexec.kernels.gates.recipes import gradients
+from isoexec.kernels.gates.recipes import gradients, trainer_forwards
 from isoexec.kernels.gates.sharing import here, on_ranks
 from isoexec.kernels.linear.hopper import chains, cublaslt, naive, plain, table, transport
 from isoexec.kernels.linear.hopper.kernel import launch, reference
@@ -218,7 +218,10 @@ def _case_parity(run: Run) -> None:
     with claimed():
         for N, K in weights(run):
             x, w = operands(run, SOME, N, K)
-            cases(run, _rows(run, x, w), len(x))
+            packed = cases(run, _rows(run, x, w), len(x))
+            for case, out in trainer_forwards(partial(_op, run), x, w).items():
+                run.covers(case=case)
+                run.equal(out, packed)
     chain_controls(run)
 
 

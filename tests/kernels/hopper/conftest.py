@@ -20,7 +20,8 @@ HERE = Path(__file__).parent
 def _script(name: str, *arguments: str, interpreted: bool = False, imported: bool = False) -> Any:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     # the scripts share modules, and a safe path leaves their own folder out
-    environment |= {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     if interpreted:
         environment["TRITON_INTERPRET"] = "1"
     module = name.removesuffix(".py")

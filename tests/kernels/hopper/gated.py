@@ -93,7 +93,6 @@ SMALL: dict[str, dict[str, Any]] = {
         "PLANTED": 128,
         "ROWS": 5,
         "SOME": 9,
-        "DTYPES": (torch.bfloat16,),
         "CUTS": (FEW_BLOCKS,),
         "WIDE": {"rows_per_program": 16, "columns_per_program": 512, "num_warps": 4},
     },

@@ -68,7 +68,6 @@ CHECKS: dict[str, Callable[[], None]] = {}
 PATIENCE = 60.0
 EXPERTS_TILE = grouped_kernel.Tile(rows=32, columns=64, depth=64, warps=4, stages=2)
 WITH_THREE = (
-    "every_cut_of_the_chain_has_the_bits_of_one_rank",
     "gradients_go_round_once_a_lap",
     "experts_are_handed_on_through_it",
     "experts_whose_peer_never_comes_get_nan",

@@ -93,7 +93,7 @@ def the_references_chains_exponentials_and_gradients_have_their_specifications_b
     rows = [x[:37] for x in (packed.g, packed.q, packed.k, packed.v, packed.out)]
     given = {"window": 9, "sinks": packed.sinks}
     with slowly():
-        found = reference.gradients(*rows, packed.lse[:, :37], packed.scale, **given, hardware=False)  # type: ignore[arg-type, call-arg]
+        found = reference.gradients(*rows, packed.lse[:, :37], packed.scale, **given, hardware=False)
     want = naive.gradients(*rows, packed.lse[:, :37], packed.scale, **given)  # type: ignore[arg-type, call-arg]
     for a, b in zip(found, want, strict=True):
         assert a is not None

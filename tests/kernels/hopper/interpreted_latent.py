@@ -21,6 +21,7 @@ from torch import Tensor
 from isoexec.kernels.attention.hopper import fa3, tiles
 from isoexec.kernels.attention.hopper.backward import UNIT
 from isoexec.kernels.attention.hopper.naive import segment
+from isoexec.kernels.attention.hopper.segments import merged
 from isoexec.kernels.domain import DomainError
 from isoexec.kernels.latent_attention.hopper import backward, naive, ops, reference
 from isoexec.kernels.latent_attention.hopper.tiles import launch_tiles
@@ -271,19 +272,9 @@ def every_tile_has_the_same_bits() -> None:
             lse = poisoned(2, heads, rows, dtype=torch.float32)
             free: dict[str, Any] = {"scale": SCALE, "kv_segment": S, "tile": tile, "tokens": tokens}
             launch_tiles(*x, parts, lse, spans, owners, None, **free, hardware=False)
-            got, _ = ops._merged(parts, lse, torch.arange(rows, dtype=torch.int32), S, False)
+            position = torch.arange(rows, dtype=torch.int32)
+            got, _ = merged(parts, lse, position, None, kv_segment=S, with_lse=False, hardware=False)
             same(got, want, (heads, size))
-
-
-@check
-def heads_do_not_know_each_other() -> None:
-    cache = Cache(2)
-    q_rope, q_latent, *keys = cache.x
-    whole, _ = cache.packed(provider="triton")
-    for rank in range(2):
-        some = slice(rank, rank + 1)
-        cache.x = (q_rope[:, some], q_latent[:, some], keys[0], keys[1])
-        same(cache.packed(provider="triton")[0], whole[:, some], rank)
 
 
 class Packed:
