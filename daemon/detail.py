@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from isoexec.contracts.detail import NUMBERS, Bucket, PairDetail
-from isoexec.daemon.statistics import Bucket as Sums
+from isoexec.contracts.detail import NUMBERS, PairDetail
 from isoexec.daemon.statistics import Detail
 
 __all__ = ["pair_detail"]
@@ -26,31 +24,9 @@ def pair_detail(found: Detail) -> PairDetail:
         numbers[f"{name}_abs_d"] = found.quantiles[share]
         numbers[f"sequence_{name}_abs_d"] = found.sequence_quantiles[share]
     numbers |= {name: float(getattr(found, name)) for name in NUMBERS.keys() - numbers.keys()}
-    buckets = [
-        *_buckets("position", found.by_position),
-        *_buckets("from_end", found.by_distance_to_end),
-    ]
-    for by, rows in found.by_label.items():
-        buckets += _buckets(by, rows)
+    labelled = (bucket for rows in found.by_label.values() for bucket in rows)
     return PairDetail(
         numbers={name: numbers[name] for name in NUMBERS},
         worst_sequences=found.worst_sequences,
-        buckets=tuple(buckets),
+        buckets=(*found.by_position, *found.by_distance_to_end, *labelled),
     )
-
-
-def _buckets(by: str, rows: Sequence[Sums]) -> list[Bucket]:
-    return [
-        Bucket(
-            by=by,
-            label=row.label,
-            tokens=row.tokens,
-            finite=row.finite,
-            unequal=row.unequal,
-            mean_d=row.mean_d,
-            mean_abs_d=row.mean_abs_d,
-            std_d=row.std_d,
-            rho_mean=row.rho_mean,
-        )
-        for row in rows
-    ]

@@ -4,6 +4,6 @@
 from isoexec.daemon.statistics.accumulator import PairAccumulator
 from isoexec.daemon.statistics.histogram import BitHistogram
 from isoexec.daemon.statistics.places import FROM_END, POSITIONS
-from isoexec.daemon.statistics.result import QUANTILES, Bucket, Detail
+from isoexec.daemon.statistics.result import QUANTILES, Detail
 
-__all__ = ["FROM_END", "POSITIONS", "QUANTILES", "BitHistogram", "Bucket", "Detail", "PairAccumulator"]
+__all__ = ["FROM_END", "POSITIONS", "QUANTILES", "BitHistogram", "Detail", "PairAccumulator"]

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from isoexec.contracts.detail import Bucket
 from isoexec.contracts.window import PairStats
 from isoexec.daemon.statistics.kernel import State, Sums
 from isoexec.daemon.statistics.places import FROM_END, POSITIONS, Groups
 from isoexec.daemon.statistics.sequences import SequenceSums
 
-__all__ = ["QUANTILES", "Bucket", "Detail", "detail_of", "stats_of"]
+__all__ = ["QUANTILES", "Detail", "detail_of", "stats_of"]
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 
@@ -23,20 +24,6 @@ Doubles = npt.NDArray[np.float64]
 
 # fewer sequences than this tell nothing of how tokens of one sequence hang together
 _SEQUENCES = 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bucket:
-    """One bucket of a breakdown. Counts are tokens, means nats over the finite ones, NaN of none."""
-
-    label: str
-    tokens: int
-    finite: int
-    unequal: int
-    mean_d: float
-    mean_abs_d: float
-    std_d: float
-    rho_mean: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +114,7 @@ def detail_of(state: State, groups: Groups, sequences: SequenceSums) -> Detail:
     worst = tuple(sequences.worst)
     of_sequences = {share: sequences.flush().quantile(share, max(worst, default=0.0)) for share in QUANTILES}
     labels = {
-        name: tuple(_bucket(label, row) for label, row in sorted(rows.items()))
+        name: tuple(_bucket(name, label, row) for label, row in sorted(rows.items()))
         for name, rows in sorted(groups.labels.items())
     }
     if n == 0:
@@ -168,14 +155,14 @@ def detail_of(state: State, groups: Groups, sequences: SequenceSums) -> Detail:
         sequence_chi2=sequences.ratio_square / m - 1.0,
         sequence_quantiles=of_sequences,
         worst_sequences=worst,
-        by_position=_buckets(POSITIONS, groups.by_position()),
-        by_distance_to_end=_buckets(FROM_END, groups.by_distance()),
+        by_position=_buckets("position", POSITIONS, groups.by_position()),
+        by_distance_to_end=_buckets("from_end", FROM_END, groups.by_distance()),
         by_label=labels,
     )
 
 
-def _buckets(edges: tuple[int, ...], table: Doubles) -> tuple[Bucket, ...]:
-    return tuple(_bucket(label, row) for label, row in zip(_ranges(edges), table.T, strict=True))
+def _buckets(by: str, edges: tuple[int, ...], table: Doubles) -> tuple[Bucket, ...]:
+    return tuple(_bucket(by, label, row) for label, row in zip(_ranges(edges), table.T, strict=True))
 
 
 def _ranges(edges: tuple[int, ...]) -> Iterable[str]:
@@ -183,10 +170,11 @@ def _ranges(edges: tuple[int, ...]) -> Iterable[str]:
         yield f"{low}+" if high is None else str(low) if high == low + 1 else f"{low}-{high - 1}"
 
 
-def _bucket(label: str, row: Doubles) -> Bucket:
+def _bucket(by: str, label: str, row: Doubles) -> Bucket:
     tokens, finite, unequal, size, d, square, excess = (float(value) for value in row)
     mean = d / finite if finite else math.nan
     return Bucket(
+        by=by,
         label=label,
         tokens=int(tokens),
         finite=int(finite),

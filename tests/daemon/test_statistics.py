@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isoexec.contracts.detail import Bucket
 from isoexec.contracts.window import HISTOGRAM_EDGES, PairStats
 from isoexec.daemon.statistics import (
     FROM_END,
     POSITIONS,
     BitHistogram,
-    Bucket,
     Detail,
     PairAccumulator,
     places,
