@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import structlog
 
 from isoexec.adapters.base import Report, contract_from_env
 from isoexec.adapters.vllm.adapter import collect_reports, report_of
+from isoexec.adapters.vllm.prefix import PrefixProbe
 from isoexec.contracts.errors import InstallError, IsoExecError
 from isoexec.probes.attest import send_attestation
 from isoexec.probes.client import Client
@@ -28,6 +30,8 @@ from isoexec.probes.timing import VerifyPeriod
 from isoexec.probes.weights import add_partials
 
 __all__ = ["Rollout", "exact_float32"]
+
+_log = structlog.get_logger("isoexec.adapters")
 
 
 def exact_float32(values: Sequence[float], what: str) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -67,6 +71,7 @@ class Rollout:
         self._mode = str(llm.llm_engine.model_config.logprobs_mode)
         self._length = int(llm.llm_engine.model_config.max_model_len)
         self._period = VerifyPeriod()
+        self._cache_problem: str | None = None
         if attest:
             self.attest("start", step=0)
 
@@ -156,7 +161,7 @@ class Rollout:
                     environment_found=raw["environment"],
                     rank=report.rank,
                     world=report.world,
-                    problem=report.changed,
+                    problem=report.changed or self._cache_problem,
                 )
         self._period.done()
         if require:
@@ -184,14 +189,39 @@ class Rollout:
         return digests
 
     def reset_cache(self) -> None:
-        """Forget every cached block; keys and values of old weights are never read under new ones."""
+        """Forget every cached block; keys and values of old weights are never read under new ones.
+
+        It is looked at, not believed: a prompt that came from the cache before must not come from it afterwards. Raises
+        InstallError where it does, or where a contract is in force and the cache cannot be looked into; what is wrong is
+        attested until a later reset holds.
+        """
+        probe = PrefixProbe(self.llm)
+        seen = probe.needed and probe.seen()
+        self._cache_problem = "prefix cache: not reset since the last weight load"
         if not self.llm.reset_prefix_cache():
-            raise InstallError(
-                region="attention",
-                wanted="an empty prefix cache after a weight load",
-                found="blocks still in use",
-                fix="finish or abort the running requests before a sync",
+            raise self._kept("blocks still in use", "finish or abort the running requests before a sync")
+        kept = probe.hits() if seen else 0
+        if kept:
+            raise self._kept(
+                f"{kept} of {probe.length} tokens of a probe still come from it, although the engine said that it was reset",
+                "turn prefix caching off (enable_prefix_caching=False), or use an engine whose reset_prefix_cache works",
             )
+        if probe.needed and not seen:
+            error = self._kept(
+                "a probe's own prompt, asked twice, never comes from it, so nobody can see whether it is empty",
+                "turn prefix caching off (enable_prefix_caching=False)",
+            )
+            if self.contract is not None:
+                raise error
+            _log.warning("prefix cache not verified", found=error.found, fix=error.fix)
+            return
+        self._cache_problem = None
+
+    def _kept(self, found: str, fix: str) -> InstallError:
+        self._cache_problem = f"prefix cache after a weight load: {found}"
+        return InstallError(
+            region="attention", wanted="an empty prefix cache after a weight load", found=found, fix=fix
+        )
 
     def weights(self, *, step: int, weight_version: int | None = None) -> dict[str, tuple[int, int]]:
         """Digests of the live tensors by Hugging Face name, added over the workers and sent; the unreadable are named.

@@ -83,7 +83,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         [sys.executable, "-P", str(SCRIPT)],
         env={k: v for k, v in os.environ.items() if k not in _OURS}
         | _ENGINE_ENV
-        | {"PYTHONPATH": str(SCRIPT.parent)},
+        | {
+            "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        },
         cwd=root,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

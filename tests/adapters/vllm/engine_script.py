@@ -16,6 +16,7 @@ import numpy as np
 from engine_common import (  # type: ignore[import-not-found]
     ALONE,
     arguments,
+    attribute,
     bits,
     census,
     in_child,
@@ -29,7 +30,7 @@ from engine_common import (  # type: ignore[import-not-found]
 )
 from engine_mimo import bias_alone, mimo, misfits, native_bias  # type: ignore[import-not-found]
 from engine_moe import moe, native_moe, refusals  # type: ignore[import-not-found]
-from engine_tampers import periodic, planted, truth  # type: ignore[import-not-found]
+from engine_tampers import of_class, periodic, planted, truth  # type: ignore[import-not-found]
 
 
 def contract_bits(contract: str, first: str, second: str, dtype: str) -> dict[str, Any]:
@@ -63,6 +64,7 @@ def contract_bits(contract: str, first: str, second: str, dtype: str) -> dict[st
     llm, rollout = start(contract, first, dtype, enable_prefix_caching=True, block_size=32, **chunks)
     found["chunked"] = bits(rollout.rescore(whole, step=0))
     found |= prefix_hits(llm, rollout, prompts(head=96)[:3])
+    found["flushes"] = flushes(llm, rollout)
     stop(llm)
 
     if dtype == "bfloat16":
@@ -74,6 +76,29 @@ def contract_bits(contract: str, first: str, second: str, dtype: str) -> dict[st
         found["processed"], found["processed_prefill"] = bits(hot), bits(rollout.rescore(hot, step=0))
         found["processed_report"] = reports(rollout)[0]["regions"]["logprobs"]
         stop(llm)
+    return found
+
+
+def flushes(llm: Any, rollout: Any) -> dict[str, str]:
+    """What is said of a reset that empties the cache, of one that only says so, of a cache that shows no hit, and again."""
+    from isoexec.adapters.vllm.prefix import PrefixProbe
+    from isoexec.contracts.errors import InstallError
+
+    def said() -> str:
+        try:
+            rollout.reset_cache()
+        except InstallError as error:
+            return error.found
+        return "empty"
+
+    found = {"reset": said()}
+    with attribute(llm, "reset_prefix_cache", lambda: True):
+        found["only said"] = said()
+    found["attested"] = str(rollout._cache_problem)
+    with of_class(PrefixProbe, "hits", lambda _probe: 0):
+        found["blind"] = said()
+    found["again"] = said()
+    found["then attested"] = str(rollout._cache_problem)
     return found
 
 

@@ -58,6 +58,15 @@ def test_a_prompt_from_the_prefix_cache_gives_the_bits_of_one_that_was_read(foun
     assert found["warm"] == found["cold"]
 
 
+def test_a_reset_of_the_prefix_cache_is_seen_and_not_believed(found: dict[str, Any]) -> None:
+    flushes = found["flushes"]
+    assert flushes["reset"] == flushes["again"] == "empty"
+    assert "64 of 65 tokens of a probe still come from it" in flushes["only said"]
+    assert "64 of 65 tokens" in flushes["attested"]
+    assert "nobody can see whether it is empty" in flushes["blind"]
+    assert flushes["then attested"] == "None"
+
+
 def test_processed_logprobs_at_temperature_one_are_the_raw_ones(processed: dict[str, Any]) -> None:
     assert processed["processed_at_one_tokens"] == processed["tokens"]
     assert processed["processed_at_one"] == processed["decode"]
