@@ -233,13 +233,14 @@ def proven(jobs: Sequence[Job], store: Store, *, now: float) -> EvidenceRecord |
 
 
 def carry_over(jobs: Sequence[Job], store: Store, state: State, *, now: float) -> int:
-    """Take what the newest record of this source, gate and environment says of these jobs of one gate as already run.
+    """Take what the newest record of this source, gate, environment and profile says of these jobs of one gate as already run.
 
     `run_gates` then runs what it lacks: other constants, families, and degrees that this machine has ranks for. Returns how many
     checks were taken over.
     """
-    record = next(_of_here(jobs, store, now=now), None)
-    if record is None or (record.profile == "full") != jobs[0].full:
+    alike = (one for one in _of_here(jobs, store, now=now) if (one.profile == "full") == jobs[0].full)
+    record = next(alike, None)
+    if record is None:
         return 0
     found, taken = environment(record.arch), 0
     for job in jobs:

@@ -199,7 +199,16 @@ def test_a_quick_record_is_not_extended_to_a_full_one(
     assert sorted(one.profile for one in one_rank.records()) == ["full", "quick"]
 
 
-def test_a_full_record_is_not_extended_to_a_quick_one(
+def test_a_full_record_is_not_extended_to_a_quick_one(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.run(quick=False) == 0
+    bench.most = 2
+    capsys.readouterr()
+    assert bench.run("--extend") == 0
+    assert "0 of 2 checks taken over" in capsys.readouterr().out
+    assert bench.ran == {"conformance": 1, "TP 1": 1, "TP 2": 1}
+
+
+def test_the_newest_record_of_the_same_profile_is_extended(
     one_rank: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one_rank.most = 1
@@ -207,5 +216,5 @@ def test_a_full_record_is_not_extended_to_a_quick_one(
     one_rank.most = 2
     capsys.readouterr()
     assert one_rank.run("--extend") == 0
-    assert "0 of 2 checks taken over" in capsys.readouterr().out
-    assert one_rank.ran == {"conformance": 1, "TP 1": 1, "TP 2": 1}
+    assert "2 of 2 checks taken over" in capsys.readouterr().out
+    assert one_rank.ran == {"TP 1": 1, "TP 2": 1}
