@@ -16,7 +16,7 @@ from typing import Any
 
 from isoexec.contracts.rules import LADDER
 from isoexec.contracts.signals import SIGNALS, describe_silence
-from isoexec.contracts.window import PairStats, Window
+from isoexec.contracts.window import UNPAIRED_REASONS, PairStats, Window
 
 __all__ = ["CAUSES", "Cause", "classify"]
 
@@ -297,8 +297,24 @@ def _sign_excess(pair: PairStats) -> float:
 def _health(window: Window) -> Iterator[Cause]:
     reading = SIGNALS["unpaired_share"].read(window)
     if reading.value is not None and reading.value > 0.05:
-        yield _cause("unpaired", share=reading.value, **reading.evidence)
+        found = _cause("unpaired", share=reading.value, **reading.evidence)
+        yield replace(found, text=_most_unpaired(window) or found.text)
     if window.dropped:
         yield _cause("drops", dropped=window.dropped)
     if window.silence:
         yield _cause("silence", roles=[describe_silence(s) for s in window.silence])
+
+
+def _most_unpaired(window: Window) -> str:
+    """Name the commonest reason of the side that lost most; empty where a window states none."""
+    lost: dict[str, int] = {}
+    for one in window.unpaired:
+        lost[one.role] = lost.get(one.role, 0) + one.tokens
+    if not lost:
+        return ""
+    role = max(sorted(lost), key=lambda name: lost[name])
+    most = max((one for one in window.unpaired if one.role == role), key=lambda one: one.tokens)
+    return (
+        f"many tokens found no partner; of {lost[role]} tokens of the {role}, {most.tokens} because "
+        f"{UNPAIRED_REASONS.get(most.reason, most.reason)}"
+    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from isoexec.contracts.window import HISTOGRAM_EDGES, PAIRS, ROLES
+from isoexec.contracts.window import HISTOGRAM_EDGES, PAIRS, ROLES, UNPAIRED_REASONS
 
 __all__ = [
     "ACTIONS",
@@ -71,6 +71,7 @@ LABEL_VALUES: dict[str, tuple[str, ...]] = {
     "halting": MODES,
     "stage": STAGES,
     "policy": ("fail_open", "fail_closed"),
+    "reason": tuple(UNPAIRED_REASONS),
 }
 
 Kind = Literal["counter", "gauge", "histogram", "stateset", "info"]
@@ -120,7 +121,7 @@ _ALL = (
     ),
     _counter("tokens_positive", "Paired tokens with a logprob above 0 on either side", "run", "pair"),
     _counter("tokens_id_mismatch", "Tokens paired by position whose ids differ", "run", "pair"),
-    _counter("tokens_unpaired", "Tokens that found no partner in time", "run", "role"),
+    _counter("tokens_unpaired", "Tokens that found no partner in time, by why", "run", "role", "reason"),
     _gauge("tokens_pending", "Tokens waiting for their partner", "run", "role"),
     # the mismatch d = trainer logprob - rollout logprob
     Measure(

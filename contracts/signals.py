@@ -219,7 +219,9 @@ def _unpaired(window: Window) -> Reading:
     missing = _silences(window, ("logprobs",))
     if paired + lost == 0:
         return Reading(value=None, missing=missing or ("no token was seen",))
-    evidence = {"unpaired": unpaired, "paired": paired} if lost else {}
+    evidence: dict[str, Any] = {"unpaired": unpaired, "paired": paired} if lost else {}
+    if lost and window.unpaired:
+        evidence["why"] = {f"{one.role} {one.reason}": one.tokens for one in window.unpaired}
     return Reading(value=lost / (paired + lost), missing=missing, evidence=evidence)
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "REGIMES",
     "ROLES",
     "SILENT",
+    "UNPAIRED_REASONS",
     "Diagnosis",
     "EnvironmentBreak",
     "FieldDifference",
@@ -32,6 +33,7 @@ __all__ = [
     "SamplingBreak",
     "Silence",
     "TopologyBreak",
+    "Unpaired",
     "WeightBreak",
     "Window",
     "WindowError",
@@ -46,6 +48,18 @@ SILENT: tuple[str, ...] = get_args(SilentSubject)
 
 RegionBreakKind = Literal["object", "canary", "source", "missing", "unequal_sides"]
 WeightBreakKind = Literal["stale", "missing", "zero", "unequal", "unchanged", "unknown"]
+
+# why tokens never met a partner, each with one sentence for a person
+UNPAIRED_REASONS: dict[str, str] = {
+    "only_rollout": "only the rollout was seen: the trainer reported nothing like it, or fewer of it",
+    "only_trainer": "only the trainer was seen: the engine reported nothing like it, or fewer of it",
+    "version": "the weight version differs between the sides",
+    "length": "the length differs: one side reported a shorter or longer sequence, or another part of it",
+    "ids": "token ids differ: tokenised anew, or under another prompt",
+    "late": "the partner came after this side had been let go of",
+    "evicted": "it, or its partner, was let go of early, for want of room",
+    "unknown": "it is not known why: too much was left over to be compared, or too few tokens to tell",
+}
 
 # (subtrahend, minuend): d = logprob of the second case - logprob of the first
 PAIRS: tuple[tuple[str, str], ...] = (
@@ -207,6 +221,15 @@ class EnvironmentBreak:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unpaired:
+    """Tokens of one side that never met anything of the other one, for one of `UNPAIRED_REASONS`; each token counts once."""
+
+    role: str
+    reason: str
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """A likely cause that raw pairs showed, the surest first in a window: id of CAUSES, sentence, numbers."""
 
@@ -235,6 +258,7 @@ class Window:
     sampling: tuple[SamplingBreak, ...] = ()
     environment_breaks: tuple[EnvironmentBreak, ...] = ()
     diagnosis: tuple[Diagnosis, ...] = ()  # from raw pairs; empty where none were kept or nothing stood out
+    unpaired: tuple[Unpaired, ...] = ()  # by side and reason
     between_steps: bool = False  # made the moment a fact broke: it states those facts and nothing else
 
     @property
@@ -269,6 +293,7 @@ class Window:
             "sampling": SamplingBreak,
             "environment_breaks": EnvironmentBreak,
             "diagnosis": Diagnosis,
+            "unpaired": Unpaired,
         }
         if not isinstance(data, Mapping):
             raise WindowError(f"a window must be a map, found {type(data).__name__}")

@@ -20,7 +20,7 @@ from isoexec.contracts.errors import IsoExecError
 from isoexec.contracts.halting import StateDirectory, default_state_dir
 from isoexec.contracts.rules import load_rules
 from isoexec.contracts.verdict import RuleHistory, Verdict, evaluate
-from isoexec.contracts.window import Window
+from isoexec.contracts.window import UNPAIRED_REASONS, Window
 from isoexec.daemon.config import Config, ConfigError
 from isoexec.daemon.journal import Journal, JournalError
 from isoexec.daemon.memory import keep_freed
@@ -235,6 +235,9 @@ def _tell(state: StateDirectory, rows: list[dict[str, Any]], *, alive: bool) -> 
             if pair.get("worst"):
                 worst = (f"{w['by']} {w['label']} {float(w['mean_abs_d']):.3g}" for w in pair["worst"])
                 print(f"    worst by mean abs d: {', '.join(worst)}")
+        for lost in row.get("unpaired", ()):
+            why = UNPAIRED_REASONS.get(lost["reason"], "")
+            print(f"  unpaired, {lost['role']}: {lost['tokens']} tokens, {lost['reason']}: {why}")
         for verdict in row.get("failing", ()):
             print(f"  {verdict['outcome']}: {verdict['message']}")
         _tell_modes(row)

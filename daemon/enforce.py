@@ -255,8 +255,8 @@ class Enforcer:
         if state is not None:
             for stats in window.pairs:
                 metrics.pair(name, stats, state.sum_abs(stats.pair), run.place)
-            for role, tokens in state.unpaired.items():
-                metrics.add("tokens_unpaired", tokens, run=name, role=role)
+            for (role, reason), tokens in state.unpaired.items():
+                metrics.add("tokens_unpaired", tokens, run=name, role=role, reason=reason)
         for role, messages in dropped.items():
             metrics.add("messages_dropped", messages, run=name, role=role)
         metrics.state("verdict", run_outcome((v.outcome, v.action) for v in verdicts), run=name)

@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from isoexec.contracts.window import UNPAIRED_REASONS
+
 __all__ = ["plot", "run_page", "runs_page"]
 
 _STYLE = """
@@ -103,6 +105,7 @@ def run_page(run: dict[str, Any], windows: Sequence[dict[str, Any]], steps: Sequ
             f"<code>isoexec clear {name}</code> lets it start again.</div>"
         )
     parts.append(_failing(run["failing"]))
+    parts.append(_unpaired(run["unpaired"]))
     parts.append(f'<div class="plots">{_plots(windows, steps)}</div>')
     parts.append(_worst(run["pairs"]))
     parts.append(_rules(run["rules"], run["mode"], run["verdicts"]))
@@ -122,6 +125,18 @@ def _failing(verdicts: Sequence[dict[str, Any]]) -> str:
     return (
         f"<h2>Not passed in the last window</h2><table><tr><th>rule<th>outcome<th>action<th>why{rows}</table>"
     )
+
+
+def _unpaired(lost: Sequence[dict[str, Any]]) -> str:
+    if not lost:
+        return ""
+    rows = "".join(
+        f"<tr><td>{html.escape(one['role'])}<td class=n>{one['tokens']}<td>{html.escape(one['reason'])}"
+        f"<td>{html.escape(UNPAIRED_REASONS.get(one['reason'], ''))}"
+        for one in lost
+    )
+    head = "<tr><th>side<th>tokens<th>reason<th>why"
+    return f"<h2>Tokens of the last window that found no partner</h2><table>{head}{rows}</table>"
 
 
 def _worst(pairs: Sequence[dict[str, Any]]) -> str:

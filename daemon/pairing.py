@@ -3,7 +3,8 @@
 
 Duplicates pair as a multiset: k reports of one sequence on either side make k pairs, in order of arrival.
 Only records of one weight version pair (a version below 0 is not stated and pairs with any); a record that met
-its digest under other versions only knows them. Memory is bounded by tokens: what is evicted counts as unpaired.
+its digest under other versions only knows them. Memory is bounded by tokens: what is evicted counts as unpaired,
+and what is let go without a partner says why (`unpaired.py`).
 
 A record is one sequence of a message. Millions wait in a large job, so that none is an object of its own: it is a
 place in its `Block`, and a number that says which block and which place.
@@ -12,7 +13,7 @@ place in its `Block`, and a number that says which block and which place.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -22,6 +23,7 @@ import numpy.typing as npt
 from isoexec.contracts.window import PAIRS
 from isoexec.contracts.wire import SEQUENCES_LIMIT, Logprobs
 from isoexec.daemon.accounts import Frame
+from isoexec.daemon.unpaired import ALONE, Place, explain
 
 __all__ = ["Batch", "Gone", "Pairing", "role_of"]
 
@@ -37,6 +39,8 @@ _ROLES = {case: "engine" if case.startswith("engine_") else "trainer" for case i
 # cases that a record has met, as bits of one byte
 _BIT = {case: 1 << place for place, case in enumerate(sorted(_PARTNERS))}
 _OTHER_SIDE = {case: sum(_BIT[one] for one in _PARTNERS if _ROLES[one] != _ROLES[case]) for case in _PARTNERS}
+_REMEMBERED = 1 << 14
+"""Digests of one side that were let go alone, by which it is known that a partner came too late."""
 # a record's number is that of its block, then its place in so many bits
 _SHIFT = (SEQUENCES_LIMIT - 1).bit_length()
 _PLACE = (1 << _SHIFT) - 1
@@ -51,28 +55,20 @@ class Block:
     """The sequences of one message, without empty ones: place i has positions starts[i] .. + sizes[i].
 
     Its bits lie at `offsets[i]` in the message's arrays. `met` has a bit for each case that it has met. `versions` are, by
-    place, (engine version, trainer version) under which both sides reported it without pairing.
+    place, (engine version, trainer version) under which both sides reported it without pairing. `alone` of its records have
+    met nothing of the other side; `reasons` say by place why, as far as that is known.
     """
 
     __slots__ = (
-        "arrived",
-        "case",
-        "frame",
-        "gone",
-        "keys",
-        "left",
-        "message",
-        "met",
-        "offsets",
-        "sizes",
-        "starts",
-        "versions",
-    )
+        "alone", "arrived", "case", "frame", "gone", "keys", "left", "message", "met", "offsets", "reasons", "role", "sizes",
+        "starts", "versions",
+    )  # fmt: skip
 
     def __init__(self, message: Logprobs, now: float, frame: Frame | None = None) -> None:
         self.message = message
         self.frame = frame
         self.case = message.case
+        self.role = _ROLES[message.case]
         self.arrived = now
         lengths = message.lengths
         offsets: Longs = np.cumsum(lengths, dtype=np.int64) - lengths
@@ -91,6 +87,8 @@ class Block:
         self.met = bytearray(self.left)
         self.gone = bytearray(self.left)
         self.versions: dict[int, set[tuple[int, int]]] = {}
+        self.alone = 0
+        self.reasons: dict[int, str] = {}
 
     def held(self) -> Sequence[int]:
         """Places that were not let go of."""
@@ -101,7 +99,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """Records of one message that were let go of and have met the same cases: `tokens` of them."""
+    """Records of one message that were let go of and have met the same cases: `tokens` of them.
+
+    `reasons` has, where they met nothing of the other side, their tokens by a word of `UNPAIRED_REASONS`; empty where they did.
+    """
 
     case: str
     step: int
@@ -110,6 +111,7 @@ class Gone:
     records: int
     tokens: int
     other_versions: frozenset[tuple[int, int]]
+    reasons: Mapping[str, int]
     frame: Frame | None = None
 
 
@@ -221,6 +223,8 @@ class Pairing:
         self.evicted_tokens = 0
         self._unmet: Counter[int] = Counter()  # records by step that met nothing of the other side
         self._unmet_tokens: Counter[str] = Counter()  # by role
+        # by role, digests that were let go alone and what their partner says if it still comes; oldest first
+        self._gone: dict[str, dict[bytes, str]] = {role: {} for role in ALONE}
 
     def pending(self, role: str) -> int:
         """Tokens of a role that have met nothing of the other side."""
@@ -266,7 +270,7 @@ class Pairing:
             if met & bit:
                 continue
             if not same:
-                _note_versions(block, place, other, theirs)
+                _note_near(block, place, other, theirs)
                 continue
             low, size, their_start = block.starts[place], block.sizes[place], other.starts[theirs]
             at, their_at = block.offsets[place], other.offsets[theirs]
@@ -274,9 +278,11 @@ class Pairing:
                 start, low = low, max(low, their_start)
                 size = min(start + size, their_start + other.sizes[theirs]) - low
                 if size <= 0:
+                    _note_near(block, place, other, theirs)
                     continue
                 at, their_at = at + low - start, their_at + low - their_start
             if not met & their_side and bit & their_side:
+                other.alone -= 1
                 self._count_unmet(other, 1, other.sizes[theirs], -1)
             other.met[theirs] = met | bit
             block.met[place] |= their_bit
@@ -310,7 +316,7 @@ class Pairing:
             ):
                 return number
         for _, other, theirs in free:
-            _note_versions(block, place, other, theirs)
+            _note_near(block, place, other, theirs)
         return None
 
     def _hold(self, block: Block) -> None:
@@ -327,7 +333,13 @@ class Pairing:
         self.held_tokens += sum(block.sizes)
         side = _OTHER_SIDE[block.case]
         alone = [size for size, met in zip(block.sizes, block.met, strict=True) if not met & side]
+        block.alone = len(alone)
         self._count_unmet(block, len(alone), sum(alone), 1)
+        gone = self._gone["trainer" if block.role == "engine" else "engine"]
+        if gone and alone:
+            for place, key in enumerate(block.keys):
+                if key in gone and not block.met[place] & side:
+                    block.reasons.setdefault(place, gone[key])
 
     def _count_unmet(self, block: Block, records: int, tokens: int, sign: int) -> None:
         if not records:
@@ -350,6 +362,8 @@ class Pairing:
             over -= block.sizes[place]
             places.append(place)
         self.evicted_tokens += sum(block.sizes[place] for place in places)
+        for place in places:
+            block.reasons.setdefault(place, "evicted")
         self._drop(number, places, unpaired)
 
     def _drop(self, number: int, places: Sequence[int], unpaired: Unpaired) -> None:
@@ -383,7 +397,9 @@ class Pairing:
             self.held_tokens -= tokens
             met_other_side = bool(met & _OTHER_SIDE[block.case])
             if not met_other_side:
+                block.alone -= len(those)
                 self._count_unmet(block, len(those), tokens, -1)
+                self._remember(block, those)
             versions = (block.versions.get(place, ()) for place in those) if block.versions else ()
             unpaired(
                 Gone(
@@ -394,6 +410,7 @@ class Pairing:
                     records=len(those),
                     tokens=tokens,
                     other_versions=frozenset().union(*versions),
+                    reasons={} if met_other_side else _reasons(block, those),
                     frame=block.frame,
                 )
             )
@@ -404,21 +421,51 @@ class Pairing:
         Records of that step or an earlier one go (an engine's that met no trainer `lag_steps` later), and so
         do records of no stated step that came before `older_than`; `unpaired` is told of each.
         """
-        for number, block in list(self._blocks.items()):
+        over: list[tuple[int, Sequence[int]]] = []
+        for number, block in self._blocks.items():
             stated = block.message.step
-            side = _OTHER_SIDE[block.case]
             if stated < 0:
                 met_over, alone_over = True, block.arrived < older_than
-            elif role_of(block.case) == "trainer":
+            elif block.role == "trainer":
                 met_over = alone_over = stated <= step
             else:
                 met_over, alone_over = stated <= step, stated + lag_steps <= step
             if alone_over and met_over:
-                self._drop(number, block.held(), unpaired)
-            elif met_over:
-                over = [place for place in block.held() if block.met[place] & side]
-                if over:
-                    self._drop(number, over, unpaired)
+                over.append((number, block.held()))
+            elif met_over and (met := [place for place in block.held() if not _is_alone(block, place)]):
+                over.append((number, met))
+        self._explain(step, over)
+        for number, places in over:
+            self._drop(number, places, unpaired)
+
+    def _explain(self, step: int, over: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Have what is about to be let go alone say why."""
+        for role, other_role in (("trainer", "engine"), ("engine", "trainer")):
+            gone = [
+                (block, place)
+                for number, places in over
+                if (block := self._blocks[number]).role == role and block.alone
+                for place in places
+                if _is_alone(block, place) and place not in block.reasons and place not in block.versions
+            ]
+            if gone:
+                explain(gone, self._left_alone(other_role, step))
+
+    def _left_alone(self, role: str, step: int) -> Iterator[Place]:
+        """Give the records of a side that have met nothing of the other, those of the nearest step first."""
+        blocks = [block for block in self._blocks.values() if block.alone and block.role == role]
+        for block in sorted(blocks, key=lambda block: abs(block.message.step - step)):
+            for place in block.held():
+                if _is_alone(block, place):
+                    yield block, place
+
+    def _remember(self, block: Block, places: Sequence[int]) -> None:
+        gone = self._gone[block.role]
+        for place in places:
+            evicted = block.reasons.get(place) == "evicted"
+            gone[block.keys[place]] = "evicted" if evicted else "late"
+        while len(gone) > _REMEMBERED:
+            del gone[next(iter(gone))]
 
     def waiting(self, step: int) -> bool:
         """Whether a record of `step` or before has met nothing of the other side yet."""
@@ -431,13 +478,30 @@ def _step_of(pair: Pair, block: Block, other: Block) -> int:
     return second.message.step if second.message.step >= 0 else first.message.step
 
 
-def _note_versions(block: Block, place: int, other: Block, theirs: int) -> None:
-    if role_of(other.case) == role_of(block.case) or _same_version(block.message, other.message):
+def _is_alone(block: Block, place: int) -> bool:
+    return not block.met[place] & _OTHER_SIDE[block.case]
+
+
+def _note_near(block: Block, place: int, other: Block, theirs: int) -> None:
+    """Note what kept two records of one digest apart: the version, or else that they are different parts of it."""
+    if role_of(other.case) == role_of(block.case):
+        return
+    if _same_version(block.message, other.message):
+        block.reasons[place] = other.reasons[theirs] = "length"
         return
     engine, trainer = (block, other) if role_of(block.case) == "engine" else (other, block)
     versions = (engine.message.weight_version, trainer.message.weight_version)
     block.versions.setdefault(place, set()).add(versions)
     other.versions.setdefault(theirs, set()).add(versions)
+
+
+def _reasons(block: Block, places: Sequence[int]) -> dict[str, int]:
+    """Give the tokens of records that are let go alone, by reason."""
+    found: dict[str, int] = {}
+    for place in places:
+        reason = "version" if place in block.versions else block.reasons.get(place, ALONE[block.role])
+        found[reason] = found.get(reason, 0) + block.sizes[place]
+    return found
 
 
 def _same_version(a: Logprobs, b: Logprobs) -> bool:

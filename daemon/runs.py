@@ -313,6 +313,7 @@ class Run:
             dropped=dropped,
             sampling=state.sampling_breaks() if state else (),
             environment_breaks=findings.environment,
+            unpaired=state.never_paired() if state else (),
         )
         return window, findings
 

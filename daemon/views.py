@@ -55,6 +55,7 @@ def run_summary(state: StateDirectory, journal: Journal, row: dict[str, Any]) ->
             }
             for pair in pairs
         ],
+        "unpaired": window.get("unpaired", []) if window else [],
         "failing": [
             {key: verdict[key] for key in ("rule", "outcome", "action", "cause", "message", "runbook")}
             for verdict in sorted(verdicts, key=lambda verdict: bool(verdict["outcome"] != "violation"))

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from isoexec.contracts.window import PairStats, SamplingBreak
+from isoexec.contracts.window import PairStats, SamplingBreak, Unpaired
 from isoexec.contracts.wire import Logprobs, Step
 from isoexec.daemon.accounts import Frame
 from isoexec.daemon.attributes import Attributes, labels_of
@@ -37,7 +38,9 @@ class StepState:
     reported: bool = False  # a step message came
     late: bool = False  # holds nothing but what came for steps already judged
     since: float = 0.0  # when the first of it came
-    unpaired: dict[str, int] = field(default_factory=dict)  # tokens that met nothing at all, by role
+    unpaired: Counter[tuple[str, str]] = field(
+        default_factory=Counter
+    )  # tokens that met nothing at all, by (role, reason)
 
     @property
     def roles(self) -> set[str]:
@@ -59,6 +62,11 @@ class StepState:
             replace(sums.result(), detail=pair_detail(sums.detail()))
             for _, sums in sorted(self.accumulators.items())
         )
+
+    def never_paired(self) -> tuple[Unpaired, ...]:
+        """Give the tokens that met nothing at all, by side and reason."""
+        rows = sorted(self.unpaired.items())
+        return tuple(Unpaired(role=role, reason=reason, tokens=tokens) for (role, reason), tokens in rows)
 
     def sum_abs(self, pair: tuple[str, str]) -> float:
         """Sum of abs d of a pair, in nats."""
@@ -225,7 +233,7 @@ class StepBuilder:
         if gone.frame is not None:
             gone.frame.counted_in(state.step)
         if not gone.met_other_side:
-            state.unpaired[role] = state.unpaired.get(role, 0) + gone.tokens
+            state.unpaired.update({(role, reason): tokens for reason, tokens in gone.reasons.items()})
             state.versions |= gone.other_versions
         if role == "engine":
             seen = {case for case in state.cases if role_of(case) == "trainer"}

@@ -65,7 +65,8 @@ def _rate5(name: str, *matchers: str) -> str:
 
 
 _WEAKENED = 'halting=~"warn|dryrun|off"'
-_PAIRED, _UNPAIRED = _rate5("tokens_total"), _rate5("tokens_unpaired_total")
+_PAIRED = _rate5("tokens_total")
+_UNPAIRED = f"sum by (run, role) ({_rate5('tokens_unpaired_total')})"
 
 RECORDINGS: tuple[Recording, ...] = (
     Recording(

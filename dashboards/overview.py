@@ -390,6 +390,14 @@ _WATCH = Row(
         ),
         _panel(
             "timeseries",
+            "Why tokens found no partner",
+            "Tokens that found no partner, by the side that reported them and by why; each token counts once.",
+            _ask("unpaired_why", "{{role}} {{reason}}"),
+            unit="short",
+            minimum=0,
+        ),
+        _panel(
+            "timeseries",
             "Waiting for a partner",
             "Tokens held until the other side reports the same sequence.",
             _ask("pending", "{{run}} {{role}}"),

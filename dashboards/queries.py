@@ -128,6 +128,7 @@ QUERIES: dict[str, str] = {
     "received_bytes": f"sum by (run) ({_rate('received_bytes_total')})",
     "tokens": f"sum by (run, pair) ({_rate('tokens_total')})",
     "unpaired": f"sum by (run, role) ({_rate('tokens_unpaired_total')})",
+    "unpaired_why": f"sum by (run, role, reason) (increase({_run('tokens_unpaired_total')}[$__rate_interval]))",
     "pending": f"max by (run, role) ({_run('tokens_pending')})",
     "decode_errors": f"sum(increase({series('decode_errors_total')}[$__rate_interval]))",
     "journal_errors": f"sum(increase({series('journal_errors_total')}[$__rate_interval]))",

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,8 +35,7 @@ def message(case: str, entries: list[Entry], *, step: int = 1, version: int = 1,
         lengths=np.array(lengths, np.int32),
         starts=np.array([start for _, start, _ in entries], np.int32),
         logprobs=np.array([v for _, _, values in entries for v in values], np.float32),
-        tokens=np.zeros(sum(lengths), np.int32),
-        **fields,
+        **{"tokens": np.zeros(sum(lengths), np.int32), **fields},
     )
 
 
@@ -162,6 +162,7 @@ def test_messages_of_many_sequences_pair_as_their_sequences_do(
     assert join.pairing.held_tokens == sum(len(one[3]) for one in held)
     join.retire(1)
     assert sum(gone.records for gone in join.lost) == len(held)
+    reasons(join)
     assert join.pairing.held_tokens == join.pairing.pending("engine") == join.pairing.pending("trainer") == 0
     met = Counter(frozenset(one[5]) for one in held)
     assert sum((Counter({gone.met: gone.records}) for gone in join.lost), Counter()) == met
@@ -235,3 +236,102 @@ def test_sampling_that_differs_is_seen_where_it_can_matter() -> None:
     join.add(message("engine_decode", [("b", 0, [-1.0])], logprobs_mode="raw_logprobs"))
     join.add(message("trainer_score", [("b", 0, [-1.0])], logprobs_mode="processed_logprobs"))
     assert not join.batches[1].sampling
+
+
+ENGINE, TRAINER = "engine_decode", "trainer_score"
+IDS = list(range(100, 120))
+
+
+def left(case: str, name: str, ids: list[int], start: int = 3, **fields: Any) -> Logprobs:
+    """One sequence of given token ids."""
+    return message(case, [(name, start, [-1.0] * len(ids))], tokens=np.array(ids, np.int32), **fields)
+
+
+def reasons(join: Join) -> dict[str, Counter[str]]:
+    """Tokens that never paired by case and reason; the reasons of what was let go of add up, or it fails."""
+    found: dict[str, Counter[str]] = {}
+    for gone in join.lost:
+        assert sum(gone.reasons.values()) == (0 if gone.met_other_side else gone.tokens)
+        found.setdefault(gone.case, Counter()).update(gone.reasons)
+    return {case: counts for case, counts in found.items() if counts}
+
+
+def swapped(at: int) -> list[int]:
+    return [*IDS[:at], 7, *IDS[at + 1 :]]
+
+
+@pytest.mark.parametrize(
+    ("trained", "wanted"),
+    [
+        ({"name": "b", "ids": [7] * 20}, "only"),
+        ({"name": "b", "ids": [*IDS[:5], *[7] * 15]}, "only"),  # of one group: they begin alike
+        ({"name": "a", "ids": IDS, "version": 2}, "version"),
+        ({"name": "b", "ids": [*IDS, 7]}, "length"),  # an end token that only the trainer has
+        ({"name": "b", "ids": IDS[:15]}, "length"),
+        ({"name": "b", "ids": IDS[5:], "start": 8}, "length"),
+        ({"name": "a", "ids": IDS[:2], "start": 1}, "length"),  # another part of it
+        ({"name": "b", "ids": swapped(10)}, "ids"),
+        ({"name": "b", "ids": swapped(0)}, "ids"),
+        ({"name": "b", "ids": [*IDS[:10], 7, 7, *IDS[11:]]}, "ids"),  # tokenised anew
+        ({"name": "b", "ids": IDS}, "ids"),  # of another prompt
+    ],
+)
+def test_what_never_paired_says_why_on_both_sides(trained: dict[str, Any], wanted: str) -> None:
+    only = {ENGINE: "only_rollout", TRAINER: "only_trainer"}
+    sizes = {ENGINE: 20, TRAINER: len(trained["ids"])}
+    for order in (1, -1):
+        join = Join()
+        for one in (left(ENGINE, "a", IDS), left(TRAINER, **trained))[::order]:
+            assert not join.add(one)
+        join.retire(1)
+        assert reasons(join) == {
+            case: {only[case] if wanted == "only" else wanted: size} for case, size in sizes.items()
+        }
+
+
+def test_a_rollout_that_waits_longer_than_the_trainer_keeps_its_reason() -> None:
+    join = Join()
+    join.add(left(ENGINE, "a", IDS))
+    join.add(left(TRAINER, "b", swapped(3)))
+    join.retire(1, lag_steps=2)
+    assert reasons(join) == {TRAINER: {"ids": 20}}
+    join.retire(3, lag_steps=2)
+    assert reasons(join) == {TRAINER: {"ids": 20}, ENGINE: {"ids": 20}}
+
+
+def test_late_and_evicted_are_told_apart() -> None:
+    join = Join(limit=30)
+    join.add(left(ENGINE, "a", IDS))
+    join.retire(1)
+    join.add(left(TRAINER, "a", IDS))
+    join.retire(2)
+    assert reasons(join) == {ENGINE: {"only_rollout": 20}, TRAINER: {"late": 20}}
+    crowded = Join(limit=30)
+    crowded.add(left(ENGINE, "a", IDS))
+    crowded.add(left(ENGINE, "b", [7] * 20))
+    crowded.add(left(TRAINER, "a", IDS[:10]))  # its partner had to go
+    crowded.retire(1)
+    assert reasons(crowded) == {ENGINE: {"evicted": 20, "only_rollout": 20}, TRAINER: {"evicted": 10}}
+
+
+def test_what_was_not_compared_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = Join()
+    short.add(left(ENGINE, "a", [1, 2, 3]))
+    short.add(left(TRAINER, "b", [1, 2, 4]))
+    short.retire(1)
+    assert reasons(short) == {ENGINE: {"unknown": 3}, TRAINER: {"unknown": 3}}
+    alike = Join()  # more begin as it does than are tried
+    for name in "abcdefghijklmnopq":
+        alike.add(left(ENGINE, name, [*IDS[:4], *[ord(name)] * 16]))
+    alike.add(left(TRAINER, "z", [*IDS[:4], *[7] * 16]))
+    alike.retire(1)
+    assert reasons(alike)[TRAINER] == {"unknown": 20}
+    monkeypatch.setattr("isoexec.daemon.unpaired._COMPARED", 1)
+    monkeypatch.setattr("isoexec.daemon.unpaired._EXPLAINED", 1)
+    many = Join()
+    for name in "abc":
+        many.add(left(ENGINE, name, [ord(name)] * 5))
+    many.add(left(TRAINER, "z", [7] * 5))
+    many.retire(1)
+    # one of three was compared with all that the trainer has left, which has been compared with one of three
+    assert reasons(many) == {ENGINE: {"only_rollout": 5, "unknown": 10}, TRAINER: {"unknown": 5}}

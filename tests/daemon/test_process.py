@@ -347,7 +347,10 @@ def test_a_side_that_says_nothing_is_unknown_and_named(daemon: Any, peer: Callab
     assert window["pairs"][0]["unpaired"] == {"trainer": 6}
     assert daemon.json("/api/v1/runs/silent")["outcome"] in ("unknown", "violation")
     assert daemon.metric("isoexec_verdict", run="silent", outcome="pass") == 0
-    assert daemon.metric("isoexec_tokens_unpaired_total", run="silent", role="trainer") == 6
+    assert (
+        daemon.metric("isoexec_tokens_unpaired_total", run="silent", role="trainer", reason="only_trainer")
+        == 6
+    )
 
 
 def test_one_rank_that_hangs_is_silent_though_the_others_speak(
@@ -370,12 +373,42 @@ def test_one_rank_that_hangs_is_silent_though_the_others_speak(
     assert silence["age_seconds"] > 0.5
 
 
-def test_a_retokenised_sequence_is_unpaired_on_both_sides(daemon: Any, peer: Callable[..., Any]) -> None:
-    engine, trainer = peer(daemon, "engine", run="retokenised"), peer(daemon, "trainer", run="retokenised")
-    one_step(engine, trainer, 1, [SEQUENCES[0], ([9, 8, 7, 5], 1, BITS)])
-    (window,) = daemon.windows("retokenised")
-    assert window["pairs"][0]["tokens"] == 3
-    assert window["pairs"][0]["unpaired"] == {"engine": 3, "trainer": 3}
+def test_what_never_paired_says_why_wherever_it_is_told(
+    daemon: Any, peer: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine, trainer = peer(daemon, "engine", run="why"), peer(daemon, "trainer", run="why")
+    bits = np.full(10, -1.0, np.float32)
+    anew, cut, stale, dropped = ([number, *range(number, number + 10)] for number in (100, 200, 300, 400))
+    engine.logprobs("engine_decode", 1, [(ids, 1, bits) for ids in (anew, cut, dropped)])
+    engine.logprobs("engine_decode", 1, [(stale, 1, bits)], weight_version=0)
+    one_step(
+        engine, trainer, 1,
+        [*SEQUENCES, ([*anew[:5], 7, *anew[6:]], 1, bits), (cut[:7], 1, bits[:6]), (stale, 1, bits)],
+    )  # fmt: skip
+    (window,) = daemon.windows("why")
+    lost = {(one["role"], one["reason"]): one["tokens"] for one in window["unpaired"]}
+    assert lost == {
+        ("engine", "ids"): 10,
+        ("engine", "length"): 10,
+        ("engine", "version"): 10,
+        ("trainer", "ids"): 10,
+        ("trainer", "length"): 6,
+        ("trainer", "version"): 10,
+        ("engine", "only_rollout"): 10,
+    }
+    assert window["pairs"][0]["unpaired"] == {"engine": 40, "trainer": 26}
+    for (role, reason), tokens in lost.items():
+        labels = {"run": "why", "role": role, "reason": reason}
+        assert daemon.metric("isoexec_tokens_unpaired_total", **labels) == tokens
+    status(["--state-dir", str(daemon.state_dir), "why"])
+    told = capsys.readouterr().out
+    assert (
+        "unpaired, engine: 10 tokens, ids: token ids differ: tokenised anew, or under another prompt" in told
+    )
+    assert "Tokens of the last window that found no partner" in daemon.text("/runs/why")
+    verdicts = daemon.json("/api/v1/runs/why")["verdicts"]
+    (verdict,) = [one for one in verdicts if one["rule"] == "unpaired"]
+    assert "of 40 tokens of the engine, 10 because" in verdict["message"]
 
 
 def test_lost_messages_are_counted_from_the_numbers(daemon: Any, peer: Callable[..., Any]) -> None:

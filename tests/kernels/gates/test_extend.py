@@ -199,7 +199,9 @@ def test_a_quick_record_is_not_extended_to_a_full_one(
     assert sorted(one.profile for one in one_rank.records()) == ["full", "quick"]
 
 
-def test_a_full_record_is_not_extended_to_a_quick_one(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_record_is_not_extended_to_a_quick_one(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert bench.run(quick=False) == 0
     bench.most = 2
     capsys.readouterr()
