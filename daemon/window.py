@@ -38,9 +38,22 @@ class StepState:
     reported: bool = False  # a step message came
     late: bool = False  # holds nothing but what came for steps already judged
     since: float = 0.0  # when the first of it came
+    frames: list[Frame] = field(default_factory=list)  # counted in it while it was late, and may yet move
     unpaired: Counter[tuple[str, str]] = field(
         default_factory=Counter
     )  # tokens that met nothing at all, by (role, reason)
+
+    def count(self, frame: Frame | None) -> None:
+        """Have a frame be held until this step is judged, whichever number it has by then."""
+        if frame is not None:
+            frame.counted_in(self.step)
+            if self.late:
+                self.frames.append(frame)
+
+    def move(self, step: int) -> None:
+        self.step = step
+        for frame in self.frames:
+            frame.counted_in(step)
 
     @property
     def roles(self) -> set[str]:
@@ -110,7 +123,7 @@ class StepBuilder:
                 )
             else:
                 del self.open[state.step]
-            state.step = max(step, self.closed + 1)
+            state.move(max(step, self.closed + 1))
             self.open[state.step] = state
         state.late = state.late and late
         state.touched = now
@@ -124,8 +137,7 @@ class StepBuilder:
         if message.step >= 0:
             state = self._state(message.step, now)
             state.cases.add(message.case)
-            if frame is not None:
-                frame.counted_in(state.step)
+            state.count(frame)
             state.weight_version = max(state.weight_version, message.weight_version)
             if role == "trainer":
                 self._finish_before(message.step, now)
@@ -148,15 +160,14 @@ class StepBuilder:
         state.sampling |= batch.sampling
         state.samples.add(batch)
         for frame in batch.frames:
-            frame.counted_in(state.step)
+            state.count(frame)
 
     def step(self, message: Step, now: float, frame: Frame | None = None) -> None:
         """Take the end of a step as the job reports it: this step and those before are complete."""
         if message.step <= self.closed and not any(one.late for one in self.open.values()):
             return  # another rank says it of what is judged already
         state = self._state(message.step, now)
-        if frame is not None:
-            frame.counted_in(state.step)
+        state.count(frame)
         state.reported = True
         state.weight_version = max(state.weight_version, message.weight_version)
         self._finish_before(message.step + 1, now)
@@ -230,8 +241,7 @@ class StepBuilder:
     def _count_unpaired(self, state: StepState, gone: Gone) -> None:
         """Count records against each pair of cases in which they were awaited and met nobody."""
         role = role_of(gone.case)
-        if gone.frame is not None:
-            gone.frame.counted_in(state.step)
+        state.count(gone.frame)
         if not gone.met_other_side:
             state.unpaired.update({(role, reason): tokens for reason, tokens in gone.reasons.items()})
             state.versions |= gone.other_versions

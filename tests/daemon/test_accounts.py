@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from isoexec.contracts import wire
 from isoexec.daemon.accounts import Accounts, Lane, Spans
+from isoexec.daemon.config import Config
+from isoexec.daemon.window import StepBuilder
 
 
 @given(st.lists(st.integers(0, 60)))
@@ -69,3 +73,33 @@ def test_what_a_process_says_of_itself_is_held_until_it_says_something_newer_or_
     accounts.kept()
     assert sorted(accounts.ready()) == [0, 4, 5]
     assert str(lane.taken) == "0-5"
+
+
+def test_what_came_late_is_held_until_the_step_it_was_moved_to_is_judged() -> None:
+    accounts, lane = Accounts(), Lane("0" * 16, "r")
+    builder = StepBuilder(Config(state_dir=Path()), pending_tokens=100)
+
+    def end(step: int, seq: int) -> None:
+        message = wire.Step(run="r", role="trainer", source="s", seq=seq, step=step)
+        builder.step(message, 0.0, accounts.hold(lane, message, seq))
+
+    def judged(step: int) -> str:
+        builder.close(builder.open[step], 0.0)
+        accounts.settle(builder.closed)
+        return str(lane.taken)
+
+    end(5, 0)
+    end(6, 1)
+    assert judged(5) == "0"
+    assert judged(6) == "0-1"
+    late = wire.Logprobs(
+        run="r", role="engine", source="s", seq=2, case="engine_decode", step=6, weight_version=6,
+        digests=np.ones((1, 16), np.uint8), lengths=np.ones(1, np.int32), starts=np.zeros(1, np.int32),
+        logprobs=np.zeros(1, np.float32), tokens=np.zeros(1, np.int32),
+    )  # fmt: skip
+    builder.logprobs(late, 0.0, accounts.hold(lane, late, 2))
+    end(9, 3)  # takes the late one in
+    end(8, 4)
+    assert sorted(builder.open) == [8, 9]
+    assert judged(8) == "0-1,4"
+    assert judged(9) == "0-4"

@@ -184,6 +184,56 @@ def test_a_killed_shard_and_a_killed_server_lose_nothing_and_are_unknown_meanwhi
     wait_until(lambda: asyncio.run(waiting()) == 0, "every frame is acknowledged once its run is over", 60)
 
 
+def test_what_came_late_outlives_a_daemon_that_dies_before_the_step_it_was_moved_to_is_judged(
+    nats_server: Callable[..., Any],
+    shard: Callable[..., Any],
+    jobs: list[Job],
+    tmp_path: Path,
+    wait_until: Callable[..., Any],
+) -> None:
+    server = nats_server()
+    daemon = shard(server, 0, 1)
+    job = Job(tmp_path / "job", broker(server))
+    jobs.append(job)
+    half = ROWS // 2
+    for role in CASES:
+        job.say(role, 0, only=slice(half))
+    job.end(0)
+    job.flush()
+    assert settled([daemon], half * LENGTH, wait_until)["steps"] == [[0]]
+    for role in CASES:  # the other half, too late for step 0
+        job.say(role, 0, only=slice(half, None))
+    job.flush()
+    job.say("engine", 3)  # what is late goes with it
+    job.flush()
+    job.step(2)
+    job.flush()
+    assert settled([daemon], (half + ROWS) * LENGTH, wait_until)["steps"] == [[0, 2]]
+
+    async def pending() -> int:
+        client = await broker(server).connect("test", 10)
+        info = await client.jetstream().consumer_info("t", "shard-0")
+        await client.close()
+        return info.num_ack_pending or 0
+
+    wait_until(
+        lambda: asyncio.run(pending()) == daemon.metric("isoexec_stream_frames_held"), "acknowledgements", 30
+    )
+    daemon.kill()
+    job.say("trainer", 3)
+    job.end(3)
+    job.flush()
+    daemon = shard(server, 0, 1)
+    found = settled([daemon], 3 * ROWS * LENGTH, wait_until)
+    assert found == {
+        "paired": 3 * ROWS * LENGTH,
+        "engine": 0,
+        "trainer": 0,
+        "dropped": [0],
+        "steps": [[0, 2, 3]],
+    }
+
+
 def test_a_full_stream_refuses_and_what_the_queue_then_drops_is_what_the_verdict_counts(
     nats_server: Callable[..., Any],
     shard: Callable[..., Any],
