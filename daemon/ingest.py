@@ -22,7 +22,7 @@ import structlog
 
 from isoexec.contracts.errors import WireError
 from isoexec.contracts.tokens import read_token
-from isoexec.contracts.wire import FrameReader, Hello, Message, Welcome, encode_frame
+from isoexec.contracts.wire import FrameReader, Hello, Logprobs, Message, Welcome, encode_frame
 from isoexec.daemon.config import Config
 from isoexec.daemon.peers import (
     Pace,
@@ -103,6 +103,7 @@ class Ingest:
         malformed: Callable[[Connection, WireError], None],
         failed: Callable[[Connection, Message], None],
         spent: Callable[[float], None],
+        prepare: Callable[[], None],
     ) -> None:
         self._config = config
         self._process = process
@@ -110,6 +111,8 @@ class Ingest:
         self._malformed = malformed
         self._failed = failed
         self._spent = spent
+        self._prepare = prepare
+        self._prepared = False
         self._queue: asyncio.Queue[tuple[Connection, Message | None, int]] = asyncio.Queue()
         self._waiting_bytes = 0
         self._partial_bytes = 0
@@ -188,14 +191,24 @@ class Ingest:
     async def _work(self) -> None:
         while True:
             connection, message, size = await self._queue.get()
+            if isinstance(message, Logprobs) and not self._prepared:
+                await self._make_ready()
             # read once a turn: where the kernel is asked for it, the clock costs more than a small message
             start, until = time.thread_time(), time.perf_counter() + _TURN_SECONDS
             self._one(connection, message, size)
-            while not self._queue.empty() and time.perf_counter() < until:
+            while self._prepared and not self._queue.empty() and time.perf_counter() < until:
                 self._one(*self._queue.get_nowait())
             self._spent(time.thread_time() - start)
             # the queue gives without waiting while it is full: let readers, HTTP and the clock have their turn
             await asyncio.sleep(0)
+
+    async def _make_ready(self) -> None:
+        """Load what the first logprobs need, off the loop: a second, ten where it is compiled."""
+        try:
+            await asyncio.to_thread(self._prepare)
+        except Exception:  # noqa: BLE001
+            _log.exception("statistics cannot be taken")  # each message with logprobs says so again
+        self._prepared = True
 
     def _one(self, connection: Connection, message: Message | None, size: int) -> None:
         try:

@@ -43,6 +43,7 @@ from isoexec.daemon.metrics import Metrics
 from isoexec.daemon.peers import SparseLog
 from isoexec.daemon.place import Place
 from isoexec.daemon.runs import Process, Run
+from isoexec.daemon.statistics import prepare
 from isoexec.daemon.stream import Stream
 from isoexec.daemon.verify import Findings
 from isoexec.daemon.version import package_version
@@ -77,6 +78,7 @@ class Service:
             malformed=self.malformed,
             failed=self.failed,
             spent=lambda seconds: self.metrics.add("ingest_seconds", seconds),
+            prepare=prepare,
         )
         self._holders: dict[tuple[str, str], Connection] = {}
         """The stream that each process speaks on, by run and source."""
@@ -98,6 +100,7 @@ class Service:
         self.keeper.start()
         self._spawn(self._ticks())
         if self.stream is not None:
+            await asyncio.to_thread(prepare)
             await self.stream.start()
         self.ready = True
 

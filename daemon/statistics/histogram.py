@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,6 +17,7 @@ __all__ = ["BitHistogram"]
 _BINS = 1 << 15
 _PIECE = 1 << 16
 _ROOM = np.empty(_PIECE, np.intp)
+_NO_BINS = np.empty(0, np.int64)
 
 Floats = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.int64]
@@ -49,7 +51,6 @@ class BitHistogram:
     def __init__(self, edges: Floats) -> None:
         """`edges` are those of a coarse histogram that is counted exactly beside the fine one; value <= edge."""
         self.zeros = 0
-        self._moved = 0
         self._fine: Counts | None = None  # a window of equal bits never needs its 256 KiB
         self._edges = _edges(edges.tobytes())
         self._coarse: Counts = np.zeros(edges.size + 1, np.int64)
@@ -60,23 +61,36 @@ class BitHistogram:
 
     @property
     def total(self) -> int:
-        return self.zeros + self._moved
+        return self.zeros + (0 if self._fine is None else int(self._fine.sum()))
 
     @property
     def coarse(self) -> Counts:
         """Counts by the edges given: one for each, then one for what is above."""
         whole = self._coarse.copy()
         whole[0] += self.zeros
-        if self._fine is not None:
-            counts = np.where(self._edges.is_cut, 0, self._fine)
-            found = np.bincount(self._edges.bucket, weights=counts, minlength=whole.size)
-            whole += found[: whole.size].astype(np.int64)
-        return whole
+        bins, counts = self._occupied()
+        kept = ~self._edges.is_cut[bins]
+        found = np.bincount(self._edges.bucket[bins[kept]], weights=counts[kept], minlength=whole.size)
+        return whole + found[: whole.size].astype(np.int64)
+
+    def _occupied(self) -> tuple[npt.NDArray[np.intp], Counts]:
+        """Bins that hold something, and how much."""
+        if self._fine is None:
+            return _NO_BINS, _NO_BINS
+        bins = np.flatnonzero(self._fine)
+        return bins, self._fine[bins]
 
     def _counts(self) -> Counts:
         if self._fine is None:
             self._fine = np.zeros(_BINS, np.int64)
         return self._fine
+
+    def counts(self) -> tuple[Counts, npt.NDArray[np.bool_], Counts, Floats]:
+        """Give what `kernel.add_batch` counts into: bins, which of them an edge splits, what is counted by edges, the edges.
+
+        Bin 0 holds no zeros.
+        """
+        return self._counts(), self._edges.is_cut, self._coarse, self._edges.values
 
     def add(self, values: Floats) -> None:
         """Count float32 values that are finite and have no sign."""
@@ -95,7 +109,6 @@ class BitHistogram:
             if zeros == values.size:
                 return
         self._counts()[: counts.size] += counts
-        self._moved += int(counts.sum())
         edges = self._edges
         if edges.cut.size and counts[edges.cut[edges.cut < counts.size]].any():
             split = values[np.flatnonzero(edges.is_cut.take(place))]
@@ -108,24 +121,26 @@ class BitHistogram:
 
     def merge(self, other: BitHistogram) -> None:
         self.zeros += other.zeros
-        self._moved += other._moved
         if other._fine is not None:
             self._counts()[:] += other._fine
         self._coarse += other._coarse
 
-    def quantile(self, share: float, largest: float) -> float:
-        """Give the quantile of a share in [0, 1], NaN of nothing: off by 1/256 of itself, never above `largest`."""
-        total = self.total
-        if total == 0:
-            return math.nan
-        rank = share * (total - 1)
-        if rank < self.zeros:
-            return 0.0
-        fine = self._counts()
-        running = np.cumsum(fine) + self.zeros
-        index = int(np.searchsorted(running, rank, side="right"))
-        low = self._lower(index)
-        high = min(self._lower(index + 1), largest)
-        before = int(running[index]) - int(fine[index])
-        inside = min((rank - before + 0.5) / int(fine[index]), 1.0)
-        return min(low + max(high - low, 0.0) * inside, largest)
+    def quantiles(self, shares: Sequence[float], largest: float) -> dict[float, float]:
+        """Give the quantiles of shares in [0, 1], NaN of nothing: off by 1/256 of themselves, never above `largest`."""
+        bins, counts = self._occupied()
+        running = np.cumsum(counts) + self.zeros
+        total = int(running[-1]) if running.size else self.zeros
+        found = {}
+        for share in shares:
+            rank = share * (total - 1)
+            if total == 0:
+                found[share] = math.nan
+            elif rank < self.zeros:
+                found[share] = 0.0
+            else:
+                at = int(np.searchsorted(running, rank, side="right"))
+                low, high = (self._lower(int(bins[at]) + step) for step in (0, 1))
+                count = int(counts[at])
+                inside = min((rank - (int(running[at]) - count) + 0.5) / count, 1.0)
+                found[share] = min(low + max(min(high, largest) - low, 0.0) * inside, largest)
+        return found

@@ -1,379 +1,431 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adds up everything known of d, token by token, in pieces that stay in the processor's cache.
+"""Adds up everything known of d, token by token, in one pass over the bits of both sides. Compiled by Numba.
 
-d is taken in float32: two logprobs within a factor of 2 of each other subtract exactly (Sterbenz), others round to
-6e-8 of d. Tokens with abs d up to `SMALL` enter power sums, and exp(d) is summed from those by its series, to 4e-9 of
-k3; the few above it are taken one by one in float64. Sums of a piece are float32, sums of pieces float64.
+Tokens are taken in blocks. One whose logprobs are all plain, numbers of at most `PLAUSIBLE` nats, is added in loops that
+the compiler turns into vector code; any other token by token, with every case looked at. d is the difference in float64,
+where that of two float32 is exact or nearly so.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
+import numba
 import numpy as np
 import numpy.typing as npt
 
-from isoexec.contracts.window import FILLED_BELOW, HISTOGRAM_EDGES
-from isoexec.daemon.statistics.histogram import BitHistogram
+from isoexec.contracts.window import FILLED_BELOW
+from isoexec.daemon.statistics.places import FROM_END, POSITIONS
+from isoexec.daemon.statistics.sums import CLIP, RHO_CAP, SUMS
 
-__all__ = [
-    "CHUNK",
-    "CLIP",
-    "RARE",
-    "RHO_CAP",
-    "SMALL",
-    "Room",
-    "State",
-    "Sums",
-    "add_chunk",
-    "add_equal",
-    "add_few",
-]
+__all__ = ["add_batch"]
 
-CHUNK = 32768
-"""Tokens of one piece."""
-SMALL = 0.1
-"""abs d in nats up to which the series of exp(d) is used."""
-CLIP = (float(np.log(0.8)), float(np.log(1.2)))
-"""d outside of which a ratio clipped to [0.8, 1.2] is clipped."""
-RARE = 32
-"""Where at most one token in so many differs, these are taken one by one and nothing else is computed."""
-RHO_CAP = 2.0
-"""d in nats at which exp(d) is cut off for the test of E[exp(d)] = 1."""
+BLOCK = 512
+"""Tokens of one block at most."""
+PLAUSIBLE = 1e4
+"""Nats beyond which no logprob lies; sums of products are cut there."""
 
 # largest abs d that enters exp(d): beyond it the square would overflow float64
 _LIMIT = 300.0
-# nats beyond which no logprob lies; sums of products cut there
-_PLAUSIBLE = np.float32(1e4)
-_FLOAT_MAX = np.finfo(np.float32).max
-_NONE = np.empty(0, np.intp)
-_EDGES = np.asarray(HISTOGRAM_EDGES, dtype=np.float32)
-_ONES = np.ones(CHUNK, np.float32)
+_FLOAT_MAX = float(np.finfo(np.float32).max)
+_PLAUSIBLE_BITS = int(np.float32(PLAUSIBLE).view(np.int32))
+_NO_SIGN = 0x7FFFFFFF
+_NEGATIVE_ZERO = -(1 << 31)
+_CAPPED = math.expm1(RHO_CAP)
+_BELOW, _ABOVE = CLIP
+_LOG2E, _LN2 = 1 / math.log(2), math.log(2)
+_EDGES = np.asarray(POSITIONS, np.int64)
+_ENDS = np.asarray(FROM_END, np.int64)
+_RAMP = np.arange(BLOCK, dtype=np.float64)
 
+(
+    _TOKENS, _UNEQUAL, _NONFINITE, _FILLED, _POSITIVE, _ID_MISMATCH, _NEGATIVE, _CLIPPED, _FAR_BELOW, _MOVED, _ON_GRID,
+    _LAG_PAIRS, _FINITE, _X, _XX, _XD, _D1, _D2, _D3, _D4, _ABS1, _EXCESS1, _EXCESS2, _K3, _EXP_ABS, _CAPPED1, _CAPPED2,
+    _BEYOND, _LAG_PRODUCT, _LAG_FIRST, _LAG_SECOND, _PLACE, _PLACE_SQUARE, _PLACE_ABS, _PROBABILITY1, _PROBABILITY2,
+    _LARGEST, _LARGEST_PROBABILITY,
+) = range(len(SUMS))  # fmt: skip
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 
-@dataclass(slots=True)
-class Sums:
-    """Counts and sums over finite tokens; adding two of them gives those of both."""
-
-    tokens: int = 0
-    unequal: int = 0
-    nonfinite: int = 0
-    filled: int = 0
-    positive: int = 0
-    id_mismatch: int = 0
-    negative: int = 0
-    clipped: int = 0
-    far_below: int = 0  # d < -RHO_CAP
-    lag_pairs: int = 0
-    finite: float = 0.0
-    x: float = 0.0  # logprob of the first side
-    xx: float = 0.0
-    xd: float = 0.0
-    d1: float = 0.0
-    d2: float = 0.0
-    d3: float = 0.0
-    d4: float = 0.0
-    abs1: float = 0.0
-    excess1: float = 0.0  # exp(d) - 1
-    excess2: float = 0.0  # its square
-    k3: float = 0.0  # exp(d) - 1 - d
-    exp_abs: float = 0.0  # exp(abs d) - 1
-    capped1: float = 0.0  # min(exp(d), exp(RHO_CAP)) - 1
-    capped2: float = 0.0
-    beyond: float = 0.0  # what the cap takes away
-    lag_product: float = 0.0
-    lag_first: float = 0.0
-    lag_second: float = 0.0
-    place: float = 0.0
-    place_square: float = 0.0
-    place_abs: float = 0.0
-    shape_tokens: int = 0  # finite tokens of the pieces that the following are from
-    shape_moved: int = 0
-    on_grid: int = 0
-    probability1: float = 0.0  # abs(exp(y) - exp(x))
-    probability2: float = 0.0
-
-    def merge(self, other: Sums) -> None:
-        for item in fields(self):
-            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+def _compiled(*, fast: bool) -> Callable[[_Function], _Function]:
+    """Compile a function; `fast` ones may add in any order, and see numbers only."""
+    made = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=fast)
+    return cast(Callable[[_Function], _Function], made)
 
 
-@dataclass(slots=True)
-class State:
-    """What one accumulator holds beside the sums."""
-
-    sums: Sums = field(default_factory=Sums)
-    histogram: BitHistogram = field(default_factory=lambda: BitHistogram(_EDGES))
-    largest: float = 0.0
-    largest_probability: float = 0.0
-
-    def merge(self, other: State) -> None:
-        self.sums.merge(other.sums)
-        self.histogram.merge(other.histogram)
-        self.largest = max(self.largest, other.largest)
-        self.largest_probability = max(self.largest_probability, other.largest_probability)
+@_compiled(fast=True)
+def _kind(x: Ints, y: Ints) -> tuple[int, int, int]:
+    """Count tokens of unequal bits, tokens that are not plain, and tokens of which a side is not below 0."""
+    unequal = odd = marked = 0
+    for i in range(x.size):
+        a, b = x[i], y[i]
+        unequal += a != b
+        odd += ((a & _NO_SIGN) > _PLAUSIBLE_BITS) | ((b & _NO_SIGN) > _PLAUSIBLE_BITS)
+        marked += (a >= 0) | (b >= 0) | (a == _NEGATIVE_ZERO) | (b == _NEGATIVE_ZERO)
+    return unequal, odd, marked
 
 
-class Room:
-    """Arrays of one piece, used again for each."""
-
-    def __init__(self) -> None:
-        self.size, self.square, self.cube, self.work = (np.empty(CHUNK, np.float32) for _ in range(4))
-        self.flags = np.empty(CHUNK, np.bool_)
-        self._whole = np.empty((2, CHUNK), np.float32)
-        self._differs = np.empty(CHUNK, np.bool_)
-
-    def differs(self, n: int) -> Bools:
-        """Give room for what of a whole batch differs."""
-        if self._differs.size < n:
-            self._differs = np.empty(n, np.bool_)
-        return self._differs[:n]
-
-    def whole(self, n: int) -> tuple[Floats, Floats]:
-        """Give room for d and abs d of a whole batch: fresh memory costs more than what is done in it."""
-        if self._whole.shape[1] < n:
-            self._whole = np.empty((2, n), np.float32)
-        return self._whole[0, :n], self._whole[1, :n]
+@_compiled(fast=True)
+def _differing(a: Ints, b: Ints) -> int:
+    """Count places at which two arrays differ."""
+    count = 0
+    for i in range(a.size):
+        count += a[i] != b[i]
+    return count
 
 
-def add_equal(x: Floats) -> tuple[float, float] | None:
-    """Give the sums of x and of its square over a batch of which both sides are x, piece by piece.
-
-    None where a value is no number, no logprob, or 0: these are counted, and looked at one by one.
-    """
-    total = squares = 0.0
-    for at in range(0, x.size, CHUNK):
-        part = x[at : at + CHUNK]
-        with np.errstate(over="ignore", invalid="ignore"):
-            square = float(np.dot(part, part))
-        if not 2 * square < _PLAUSIBLE * _PLAUSIBLE:
-            return None
-        squares += square
-        total += float(np.dot(part, _ONES[: part.size]))
-    return (total, squares) if float(x.max()) < 0 else None
-
-
-def add_chunk(
-    state: State,
-    first: Floats,
-    second: Floats,
-    differs: Bools,
-    out: Floats,
-    sizes: Floats,
-    at: Longs,
-    rows: Doubles,
-    room: Room,
-    shape: bool,
-) -> tuple[npt.NDArray[np.intp], Bools | None, bool]:
-    """Add a piece of at most CHUNK tokens, write its d to `out`, cut to 1e4 nats, and abs d to `sizes`, whole.
-
-    Both are 0 where a side is no number. `differs` says where bits do. `shape` asks for the sums that large windows
-    take from some pieces only.
-
-    Write sums to `rows` [COLUMNS + 1, segments] of the segments that start `at`, the last row that of
-    min(exp(d), exp(RHO_CAP)) - 1; the first holds their tokens, the others 0. Give the places of tokens left to
-    `add_few`; where a side is no number, None for nowhere; and whether d is other than 0 elsewhere. What rests on
-    neighbours or on positions is left to the caller too.
-    """
-    sums, n = state.sums, first.size
-    sums.tokens += n
-    unequal = int(np.count_nonzero(differs))
-    top = max(float(first.max()), float(second.max()))
-    if not top < 0:  # or NaN
-        _count_marks(sums, first, second)
-    with np.errstate(over="ignore", invalid="ignore"):
-        xx = float(np.dot(first, first))
-        yy = float(np.dot(second, second)) if unequal else xx
-    bad: Bools | None = None
-    if not xx + yy < _PLAUSIBLE * _PLAUSIBLE:
-        bad = ~(np.isfinite(first) & np.isfinite(second))
-        if bad.any():
-            first, second = np.where(bad, np.float32(0), first), np.where(bad, np.float32(0), second)
-            top = max(float(first.max()), float(second.max()))
-            rows[1] = np.add.reduceat(bad, at, dtype=np.int64)
-        else:
-            bad = None
-    rows[1] = rows[0] - rows[1]
-    missing = 0 if bad is None else int(np.count_nonzero(bad))
-    sums.nonfinite += missing
-    sums.finite += n - missing
-    x = first
-    if not xx < _PLAUSIBLE * _PLAUSIBLE:
-        x = np.clip(first, -_PLAUSIBLE, _PLAUSIBLE)
-        xx = float(np.dot(x, x))
-    sums.x += float(np.dot(x, _ONES[:n]))
-    sums.xx += xx
-    if unequal == 0:
-        out[:] = 0
-        sizes[:] = 0
-        if shape:
-            sums.shape_tokens += n - missing
-        return _NONE, bad, False
-    sums.unequal += unequal
-    rare = unequal * RARE <= n
-    few = np.flatnonzero(differs) if rare else _NONE
-    if rare:
-        rows[2] = np.bincount(_segments(at, few), minlength=at.size)
-    elif (n - unequal) * RARE <= n:
-        rows[2] = rows[0] - np.bincount(_segments(at, np.flatnonzero(~differs)), minlength=at.size)
-    else:
-        rows[2] = np.add.reduceat(differs.astype(np.float32), at)
-    if shape:
-        sums.shape_tokens += n - missing
-    if rare:
-        few = few[first[few] != second[few]]
-        out[:] = 0
-        sizes[:] = 0
-    else:
-        few = _add_many(state, first, second, x, out, sizes, at, room, rows, top, shape)
-    if bad is not None:
-        few = few[~bad[few]]
-    return few, bad, not rare
-
-
-def _segments(at: Longs, places: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    return np.searchsorted(at, places, side="right") - 1
-
-
-def _count_marks(sums: Sums, first: Floats, second: Floats) -> None:
+@_compiled(fast=False)
+def _add_marks(total: Doubles, x: Floats, y: Floats) -> None:
     # a near-certain token rounds to 0.0 by itself; a filled one is 0.0 where the other side is clearly below
-    filled = ((first == 0) & (second < FILLED_BELOW)) | ((second == 0) & (first < FILLED_BELOW))
-    sums.filled += int(np.count_nonzero(filled))
-    sums.positive += int(np.count_nonzero((first > 0) | (second > 0)))
+    for i in range(x.size):
+        a, b = x[i], y[i]
+        total[_FILLED] += ((a == 0) & (b < FILLED_BELOW)) | ((b == 0) & (a < FILLED_BELOW))
+        total[_POSITIVE] += (a > 0) | (b > 0)
 
 
-def _add_many(
-    state: State,
-    first: Floats,
-    second: Floats,
+@_compiled(fast=True)
+def _add_logprobs(total: Doubles, x: Floats) -> None:
+    one = two = 0.0
+    for i in range(x.size):
+        a = np.float64(x[i])
+        one += a
+        two += a * a
+    total[_X] += one
+    total[_XX] += two
+
+
+@_compiled(fast=True)
+def _cut_exponent(values: Doubles, tails: Doubles, powers: Longs) -> None:
+    """Turn each v in +-`_LIMIT` into k ln 2 + r: leave r, write exp(r) - 1 - r to 1e-14, and the bits of 2^k."""
+    for i in range(values.size):
+        v = values[i]
+        k = np.int32(v * _LOG2E + (0.5 if v > 0 else -0.5))
+        r = v - k * _LN2
+        powers[i] = (np.int64(k) + 1023) << 52
+        values[i] = r
+        high = 1 / 40320 + r * (1 / 362880 + r * (1 / 3628800 + r * (1 / 39916800)))
+        tails[i] = (
+            r
+            * r
+            * (1 / 2 + r * (1 / 6 + r * (1 / 24 + r * (1 / 120 + r * (1 / 720 + r * (1 / 5040 + r * high))))))
+        )
+
+
+@_compiled(fast=True)
+def _put_peak(values: Ints, n: int) -> None:
+    """Write the largest of the first n to the last place; bits of floats without a sign are in the order of these."""
+    most = np.int32(0)
+    for i in range(n):
+        value = values[i]
+        if value > most:
+            most = value
+    values[BLOCK] = most
+
+
+@_compiled(fast=True)
+def _take_sides(x: Floats, y: Floats, d: Doubles, sizes: Floats, of_d: Doubles, of_top: Doubles) -> None:
+    """Write d of each token to d[1:], abs d, and what their exponentials are taken of."""
+    for i in range(x.size):
+        a = np.float64(x[i])
+        v = np.float64(y[i]) - a
+        d[i + 1] = v
+        sizes[i] = np.float32(abs(v))
+        of_d[i] = min(max(v, -_LIMIT), _LIMIT)
+        # of the likelier side; a probability above 1 is counted as positive, and taken as 1 here
+        of_top[i] = min(max(a + max(v, 0.0), -_LIMIT), 0.0)
+
+
+@_compiled(fast=True)
+def _add_plain(
+    total: Doubles,
+    row: Doubles,
     x: Floats,
-    d: Floats,
-    size: Floats,
-    at: Longs,
-    room: Room,
+    d: Doubles,
+    of_d: tuple[Doubles, Doubles, Doubles],
+    of_top: tuple[Doubles, Doubles, Doubles],
+    gaps: Floats,
+) -> None:
+    """Add tokens with plain logprobs x [n], of which some differ by other than 0.
+
+    d[1:] is theirs, d[0] that of the token before. `of_d` and `of_top` are what `_cut_exponent` left of exp(d) and of the larger
+    probability, with 2^k as a float64. `gaps` takes differences of probabilities.
+    """
+    rest, tail, power = of_d
+    rest_top, tail_top, power_top = of_top
+    s1 = s2 = s3 = s4 = a1 = xd = e1 = e2 = c1 = c2 = beyond = k3 = ea = p1 = p2 = ramp = 0.0
+    negative = moved = grid = clipped = below = 0.0
+    for i in range(x.size):
+        v = d[i + 1]
+        size, q = abs(v), v * v
+        grown = (rest[i] + tail[i]) * power[i] + (power[i] - 1)
+        capped = min(grown, _CAPPED)
+        mirrored = grown / ((1 + rest[i] + tail[i]) * power[i])  # 1 - exp(-d)
+        share = -grown if v < 0 else mirrored
+        gap = share * (1 + rest_top[i] + tail_top[i]) * power_top[i]
+        gaps[i] = np.float32(gap)
+        scaled = v * 32
+        s1 += v
+        s2 += q
+        s3 += q * v
+        s4 += q * q
+        a1 += size
+        xd += x[i] * v
+        e1 += grown
+        e2 += grown * grown
+        c1 += capped
+        c2 += capped * capped
+        beyond += grown - capped
+        k3 += tail[i] if power[i] == 1 else grown - min(max(v, -_LIMIT), _LIMIT)
+        ea += -mirrored if v < 0 else grown
+        p1 += gap
+        p2 += gap * gap
+        ramp += _RAMP[i] * size
+        negative += 1.0 if v < 0 else 0.0
+        moved += 1.0 if size > 0 else 0.0
+        grid += 1.0 if np.float64(np.int32(scaled)) == scaled else 0.0
+        clipped += 1.0 if (v < _BELOW) | (v > _ABOVE) else 0.0
+        below += 1.0 if v < -RHO_CAP else 0.0
+    lag = before = 0.0
+    for i in range(x.size):
+        lag += d[i] * d[i + 1]
+        before += d[i]
+    total[_D1] += s1
+    total[_D2] += s2
+    total[_D3] += s3
+    total[_D4] += s4
+    total[_ABS1] += a1
+    total[_XD] += xd
+    total[_EXCESS1] += e1
+    total[_EXCESS2] += e2
+    total[_CAPPED1] += c1
+    total[_CAPPED2] += c2
+    total[_BEYOND] += beyond
+    total[_K3] += k3
+    total[_EXP_ABS] += ea
+    total[_PROBABILITY1] += p1
+    total[_PROBABILITY2] += p2
+    total[_PLACE_ABS] += ramp
+    total[_NEGATIVE] += negative
+    total[_MOVED] += moved
+    total[_ON_GRID] += grid - (x.size - moved)
+    total[_CLIPPED] += clipped
+    total[_FAR_BELOW] += below
+    total[_LAG_PRODUCT] += lag
+    total[_LAG_FIRST] += before
+    row[0], row[1], row[2], row[3], row[4] = a1, s1, s2, e1, c1
+
+
+@_compiled(fast=False)
+def _add_one(total: Doubles, row: Doubles, x: float, top: float, v: float) -> None:
+    """Add what follows from one token's d, whatever it is; `x` is cut to `PLAUSIBLE`, `top` is the larger logprob."""
+    size, square = abs(v), v * v
+    limited = min(max(v, -_LIMIT), _LIMIT)
+    grown = math.expm1(limited)
+    capped = min(grown, _CAPPED)
+    total[_D1] += v
+    total[_D2] += square
+    total[_D3] += square * v
+    total[_D4] += square * square
+    total[_ABS1] += size
+    total[_EXCESS1] += grown
+    total[_EXCESS2] += grown * grown
+    total[_CAPPED1] += capped
+    total[_CAPPED2] += capped * capped
+    total[_BEYOND] += grown - capped
+    total[_K3] += grown - limited
+    total[_EXP_ABS] += math.expm1(abs(limited))
+    total[_XD] += x * v
+    total[_CLIPPED] += (v < _BELOW) | (v > _ABOVE)
+    total[_FAR_BELOW] += v < -RHO_CAP
+    gap = math.exp(min(top, 0.0)) * -math.expm1(-size)
+    total[_PROBABILITY1] += gap
+    total[_PROBABILITY2] += gap * gap
+    total[_LARGEST_PROBABILITY] = max(total[_LARGEST_PROBABILITY], gap)
+    row[0] += size
+    row[1] += v
+    row[2] += square
+    row[3] += grown
+    row[4] += capped
+
+
+@_compiled(fast=False)
+def _count_size(size: np.float32, bits: int, fine: Longs, is_cut: Any, coarse: Longs, edges: Floats) -> None:
+    place = bits >> 16
+    fine[place] += 1
+    if is_cut[place]:
+        at = 0
+        while at < edges.size and edges[at] < size:
+            at += 1
+        coarse[at] += 1
+
+
+@_compiled(fast=False)
+def _add_odd(
+    total: Doubles,
+    row: Doubles,
+    x: Floats,
+    y: Floats,
+    place: int,
+    before: float,
+    is_pair: bool,
+    sizes: Floats,
+) -> tuple[float, bool, int, int]:
+    """Add tokens of any bits one by one, from position `place` of their sequence on.
+
+    `before` is d of the token before and `is_pair` whether there is one that is a number. Give the same for the token
+    after, how many tokens are numbers, and how many of these have d = 0. `sizes` takes abs d, NaN for what is no number.
+    """
+    finite = zeros = 0
+    for i in range(x.size):
+        a, b = np.float64(x[i]), np.float64(y[i])
+        if not (math.isfinite(a) and math.isfinite(b)):
+            total[_NONFINITE] += 1
+            sizes[i] = np.nan
+            is_pair = False
+            continue
+        finite += 1
+        v = b - a
+        cut = min(max(a, -PLAUSIBLE), PLAUSIBLE)
+        total[_X] += cut
+        total[_XX] += cut * cut
+        size = min(abs(v), _FLOAT_MAX)
+        sizes[i] = np.float32(size)
+        at = np.float64(place + i)
+        total[_PLACE] += at
+        total[_PLACE_SQUARE] += at * at
+        total[_PLACE_ABS] += at * size
+        if v == 0:
+            zeros += 1
+        else:
+            total[_NEGATIVE] += v < 0
+            scaled = v * 32
+            total[_ON_GRID] += scaled == np.rint(scaled)
+            total[_LARGEST] = max(total[_LARGEST], abs(v))
+            _add_one(total, row, cut, max(a, b), v)
+        d = min(max(v, -PLAUSIBLE), PLAUSIBLE)
+        if is_pair:
+            total[_LAG_PAIRS] += 1
+            total[_LAG_PRODUCT] += before * d
+            total[_LAG_FIRST] += before
+            total[_LAG_SECOND] += d
+        before, is_pair = d, True
+    total[_MOVED] += finite - zeros
+    return before, is_pair, finite, zeros
+
+
+@_compiled(fast=False)
+def add_batch(
+    total: Doubles,
     rows: Doubles,
-    top: float,
-    shape: bool,
-) -> npt.NDArray[np.intp]:
-    """Add the tokens with abs d up to SMALL; give the places of the others, whose d and size are left at 0."""
-    sums, n = state.sums, first.size
-    with np.errstate(over="ignore"):
-        np.subtract(second, first, out=d)
-    np.abs(d, out=size)
-    most = float(size.max())
-    big = np.flatnonzero(size > SMALL) if most > SMALL else _NONE
-    if big.size:
-        d[big] = 0
-        size[big] = 0
-    else:
-        state.largest = max(state.largest, most)
-    square = np.multiply(d, d, out=room.square[:n])
-    cube = np.multiply(square, d, out=room.cube[:n])
-    sums.negative += int(np.count_nonzero(np.less(d, 0, out=room.flags[:n])))
-    rows[3] = np.add.reduceat(size, at)
-    rows[4] = np.add.reduceat(d, at)
-    rows[5] = np.add.reduceat(square, at)
-    rows[6] = rows[4] + rows[5] / 2 + np.add.reduceat(cube, at) / 6
-    rows[7] = rows[6]
-    a1, s1, s2 = (float(rows[i].sum()) for i in (3, 4, 5))
-    s3, s4, s5, s6, a3 = (
-        float(np.dot(left, right))
-        for left, right in ((square, d), (square, square), (square, cube), (cube, cube), (square, size))
-    )
-    tail = s3 / 6 + s4 / 24 + s5 / 120 + s6 / 720
-    excess2 = s2 + s3 + s4 * 14 / 24 + s5 / 4 + s6 * 62 / 720
-    sums.d1 += s1
-    sums.d2 += s2
-    sums.d3 += s3
-    sums.d4 += s4
-    sums.abs1 += a1
-    sums.excess1 += s1 + s2 / 2 + tail
-    sums.excess2 += excess2
-    sums.capped1 += s1 + s2 / 2 + tail
-    sums.capped2 += excess2
-    sums.k3 += s2 / 2 + tail
-    sums.exp_abs += a1 + s2 / 2 + a3 / 6 + s4 / 24 + s6 / 720
-    sums.xd += float(np.dot(x, d))
-    if shape:
-        _add_shape(state, first, d, size, room, top)
-    return big
-
-
-def _add_shape(state: State, first: Floats, d: Floats, size: Floats, room: Room, top: float) -> None:
-    """Add what needs the most work a token: differences of probabilities, and d on a grid."""
-    sums, n = state.sums, first.size
-    work = np.multiply(d, np.float32(32), out=room.work[:n])
-    whole = int(np.count_nonzero(np.equal(work, np.rint(work, out=room.cube[:n]), out=room.flags[:n])))
-    zeros = n - int(np.count_nonzero(d))
-    sums.on_grid += whole - zeros
-    sums.shape_moved += n - zeros
-    # abs(exp(y) - exp(x)) = exp(x) abs(exp(d) - 1), the latter by its series
-    np.multiply(d, np.float32(1 / 6), out=work)
-    work += np.float32(0.5)
-    work *= d
-    work += np.float32(1)
-    work *= size
-    work *= np.exp(first if top <= 0 else np.minimum(first, 0), out=room.square[:n])
-    sums.probability1 += float(np.dot(work, _ONES[:n]))
-    sums.probability2 += float(np.dot(work, work))
-    state.largest_probability = max(state.largest_probability, float(work.max()))
-
-
-def add_few(
-    state: State,
+    places: Doubles,
+    fine: Longs,
+    is_cut: Any,
+    coarse: Longs,
+    edges: Floats,
     first: Floats,
     second: Floats,
-    few: npt.NDArray[np.intp],
-    out: Floats,
-    sizes: Floats,
-    at: Longs,
-    rows: Doubles,
-    shape: Bools,
-) -> None:
-    """Add the tokens of a batch that `add_chunk` left, whatever their d; `shape` says which are of such a piece."""
-    sums = state.sums
-    x = first[few]
-    v = second[few].astype(np.float64) - x
-    size, square = np.abs(v), v * v
-    out[few] = np.clip(v, -_PLAUSIBLE, _PLAUSIBLE)
-    sizes[few] = np.minimum(size, _FLOAT_MAX)
-    state.largest = max(state.largest, float(size.max()))
-    limited = np.clip(v, -_LIMIT, _LIMIT)
-    grown = np.expm1(limited)
-    capped = np.minimum(grown, np.expm1(RHO_CAP))
-    sums.d1 += float(v.sum())
-    sums.d2 += float(square.sum())
-    sums.d3 += float(np.dot(square, v))
-    sums.d4 += float(np.dot(square, square))
-    sums.abs1 += float(size.sum())
-    sums.excess1 += float(grown.sum())
-    sums.excess2 += float(np.dot(grown, grown))
-    sums.k3 += float((grown - limited).sum())
-    below = v < 0
-    sums.exp_abs += float(grown[~below].sum() + np.expm1(-limited[below]).sum())
-    sums.capped1 += float(capped.sum())
-    sums.capped2 += float(np.dot(capped, capped))
-    sums.beyond += float((grown - capped).sum())
-    sums.xd += float(np.dot(np.clip(x, -_PLAUSIBLE, _PLAUSIBLE).astype(np.float64), v))
-    sums.negative += int(np.count_nonzero(below))
-    sums.clipped += int(np.count_nonzero((v < CLIP[0]) | (v > CLIP[1])))
-    sums.far_below += int(np.count_nonzero(v < -RHO_CAP))
-    low, high = _segments(at, few[[0, -1]])
-    segment = _segments(at[low : high + 1], few)
-    for row, values in zip(rows[3:], (size, v, square, grown, capped), strict=True):
-        row[low : high + 1] += np.bincount(segment, weights=values, minlength=high + 1 - low)
-    # a probability above 1 is counted as positive, and taken as 1 here
-    chance = np.exp(np.minimum(x, 0))
-    gap = np.minimum(chance * np.abs(grown), 1.0)
-    state.largest_probability = max(state.largest_probability, float(gap.max()))
-    if shape.any():
-        scaled, gap = v[shape] * 32, gap[shape]
-        sums.on_grid += int(np.count_nonzero(scaled == np.rint(scaled)))
-        sums.shape_moved += scaled.size
-        sums.probability1 += float(gap.sum())
-        sums.probability2 += float(np.dot(gap, gap))
+    first_bits: Ints,
+    second_bits: Ints,
+    lengths: Longs,
+    first_ids: Ints,
+    second_ids: Ints,
+) -> int:
+    """Add sequences of `lengths` [m], one after the other in `first` and `second` [n]; give how many d are 0.
+
+    `total` [SUMS] takes sums; `rows` [m, COLUMNS + 1] those of each sequence, the last that of min(exp(d), exp(RHO_CAP)) - 1;
+    `places` [buckets, COLUMNS] those of each bucket of place. `fine`, with `is_cut`, `coarse` and `edges`, is a `BitHistogram`
+    of abs d, whose zeros are not counted there. Ids may be empty.
+    """
+    row, d = np.zeros(5), np.zeros(BLOCK + 1)
+    rest, rest_top, tail, tail_top = np.zeros(BLOCK), np.zeros(BLOCK), np.zeros(BLOCK), np.zeros(BLOCK)
+    power_bits, power_top_bits = np.zeros(BLOCK, np.int64), np.zeros(BLOCK, np.int64)
+    power, power_top = power_bits.view(np.float64), power_top_bits.view(np.float64)
+    size_bits, gap_bits = np.zeros(BLOCK + 1, np.int32), np.zeros(BLOCK + 1, np.int32)
+    sizes, gaps = size_bits.view(np.float32), gap_bits.view(np.float32)
+    zeros = 0
+    if first_ids.size:
+        total[_ID_MISMATCH] += _differing(first_ids, second_ids)
+    low = 0
+    for sequence in range(lengths.size):
+        length = lengths[sequence]
+        half = (length + 1) // 2
+        position, distance = 0, _ENDS.size - 1
+        place, before, is_pair = 0, 0.0, False
+        while place < length:
+            while position + 1 < _EDGES.size and place >= _EDGES[position + 1]:
+                position += 1
+            while length - 1 - place < _ENDS[distance]:
+                distance -= 1
+            end = min(length, place + BLOCK, length - _ENDS[distance])
+            if position + 1 < _EDGES.size:
+                end = min(end, _EDGES[position + 1])
+            late = place >= half
+            if not late:
+                end = min(end, half)
+            n = end - place
+            x, y = first[low : low + n], second[low : low + n]
+            unequal, odd, marked = _kind(first_bits[low : low + n], second_bits[low : low + n])
+            finite = n
+            row[:] = 0
+            if marked:
+                _add_marks(total, x, y)
+            if odd:
+                before, is_pair, finite, none = _add_odd(total, row, x, y, place, before, is_pair, sizes)
+                zeros += none
+                if unequal:
+                    for i in range(n):
+                        if sizes[i] > 0:
+                            _count_size(sizes[i], size_bits[i], fine, is_cut, coarse, edges)
+            else:
+                _add_logprobs(total, x)
+                wide = np.float64(n)
+                total[_PLACE] += wide * place + wide * (wide - 1) / 2
+                total[_PLACE_SQUARE] += (
+                    wide * place * place + place * wide * (wide - 1) + (wide - 1) * wide * (2 * wide - 1) / 6
+                )
+                total[_LAG_PAIRS] += n if is_pair else n - 1
+                if unequal:
+                    d[0] = before if is_pair else 0.0
+                    moved = total[_MOVED]
+                    _take_sides(x, y, d, sizes, rest[:n], rest_top[:n])
+                    _cut_exponent(rest[:n], tail, power_bits)
+                    _cut_exponent(rest_top[:n], tail_top, power_top_bits)
+                    _add_plain(total, row, x, d, (rest, tail, power), (rest_top, tail_top, power_top), gaps)
+                    _put_peak(size_bits, n)
+                    _put_peak(gap_bits, n)
+                    total[_LARGEST] = max(total[_LARGEST], np.float64(sizes[BLOCK]))
+                    total[_LARGEST_PROBABILITY] = max(total[_LARGEST_PROBABILITY], np.float64(gaps[BLOCK]))
+                    total[_PLACE_ABS] += place * row[0]
+                    total[_LAG_SECOND] += row[1] if is_pair else row[1] - d[1]
+                    none = n - np.int64(total[_MOVED] - moved)
+                    zeros += none
+                    fine[0] -= none
+                    for i in range(n):
+                        _count_size(sizes[i], size_bits[i], fine, is_cut, coarse, edges)
+                    before = d[n]
+                else:
+                    zeros += n
+                    total[_LAG_FIRST] += before if is_pair else 0.0
+                    before = 0.0
+                is_pair = True
+            total[_TOKENS] += n
+            total[_UNEQUAL] += unequal
+            total[_FINITE] += finite
+            bucket = (position * _ENDS.size + distance) * 2 + late
+            for sums in (rows[sequence], places[bucket]):
+                sums[0] += n
+                sums[1] += finite
+                sums[2] += unequal
+                for i in range(4):
+                    sums[3 + i] += row[i]
+            rows[sequence, 7] += row[4]
+            low += n
+            place = end
+    return zeros

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from isoexec.contracts.detail import Bucket
 from isoexec.contracts.window import PairStats
-from isoexec.daemon.statistics.kernel import State, Sums
 from isoexec.daemon.statistics.places import FROM_END, POSITIONS, Groups
 from isoexec.daemon.statistics.sequences import SequenceSums
+from isoexec.daemon.statistics.sums import State, Sums
 
 __all__ = ["QUANTILES", "Detail", "detail_of", "stats_of"]
 
@@ -68,12 +68,12 @@ def stats_of(pair: tuple[str, str], state: State, groups: Groups, unpaired: Mapp
     sums, n = state.sums, state.sums.finite
     counts = PairStats(
         pair=pair,
-        tokens=sums.tokens,
-        bitwise_equal=sums.tokens - sums.unequal,
-        nonfinite=sums.nonfinite,
-        exact_zero=sums.filled,
-        positive=sums.positive,
-        id_mismatch=sums.id_mismatch,
+        tokens=int(sums.tokens),
+        bitwise_equal=int(sums.tokens - sums.unequal),
+        nonfinite=int(sums.nonfinite),
+        exact_zero=int(sums.filled),
+        positive=int(sums.positive),
+        id_mismatch=int(sums.id_mismatch),
         unpaired=dict(unpaired),
         histogram=tuple(int(count) for count in state.histogram.coarse),
     )
@@ -82,13 +82,13 @@ def stats_of(pair: tuple[str, str], state: State, groups: Groups, unpaired: Mapp
     mean, second = sums.d1 / n, sums.d2 / n
     variance = _variance(sums)
     fourth = sums.d4 / n - 4 * mean * sums.d3 / n + 6 * mean * mean * second - 3 * mean**4
-    moved = _moved(state)
+    moved = sums.moved
     position, distance, half = groups.by_position(), groups.by_distance(), groups.by_half()
     values = {
         "mean_d": mean,
         "mean_abs_d": sums.abs1 / n,
-        "max_abs_d": state.largest,
-        "p99_abs_d": state.histogram.quantile(0.99, state.largest),
+        "max_abs_d": sums.largest,
+        "p99_abs_d": state.histogram.quantiles((0.99,), sums.largest)[0.99],
         "std_d": math.sqrt(variance),
         "kurtosis": fourth / (variance * variance) if variance * variance > 0 else math.nan,
         "r_ratio": -2.0 * mean / second if second > 0 else math.nan,
@@ -101,7 +101,7 @@ def stats_of(pair: tuple[str, str], state: State, groups: Groups, unpaired: Mapp
         "last_token_mean_abs_d": _mean_abs(distance[:, 0]),
         "position_growth": _ratio(_mean_abs(half[:, 1]), _mean_abs(half[:, 0])),
         "correlation": _correlation(sums, variance),
-        "grid_share": _ratio(sums.on_grid, sums.shape_moved),
+        "grid_share": _ratio(sums.on_grid, moved),
     }
     fields = {name: getattr(counts, name) for name in counts.__dataclass_fields__}
     return PairStats(**(fields | values))
@@ -110,19 +110,19 @@ def stats_of(pair: tuple[str, str], state: State, groups: Groups, unpaired: Mapp
 def detail_of(state: State, groups: Groups, sequences: SequenceSums) -> Detail:
     """Give the statistics that windows do not keep."""
     sums, n = state.sums, state.sums.finite
-    quantiles = {share: state.histogram.quantile(share, state.largest) for share in QUANTILES}
+    quantiles = state.histogram.quantiles(QUANTILES, sums.largest)
     worst = tuple(sequences.worst)
-    of_sequences = {share: sequences.flush().quantile(share, max(worst, default=0.0)) for share in QUANTILES}
+    of_sequences = sequences.means.quantiles(QUANTILES, max(worst, default=0.0))
     labels = {
         name: tuple(_bucket(name, label, row) for label, row in sorted(rows.items()))
         for name, rows in sorted(groups.labels.items())
     }
     if n == 0:
         return Detail(quantiles=quantiles, sequence_quantiles=of_sequences, by_label=labels)
-    moved, m = _moved(state), sequences.count
+    moved, m = sums.moved, sequences.count
     weight = n + sums.excess1
     squares = n + 2 * sums.excess1 + sums.excess2
-    probability = _ratio(sums.probability1, sums.shape_tokens)
+    probability = _ratio(sums.probability1, n)
     slope, correlation = _length(sums, n)
     return Detail(
         k2=sums.d2 / n / 2,
@@ -135,10 +135,8 @@ def detail_of(state: State, groups: Groups, sequences: SequenceSums) -> Detail:
         exp_abs_mean=1.0 + sums.exp_abs / n,
         perplexity_ratio=_exp(-sums.d1 / n),
         probability_diff_mean=probability,
-        probability_diff_std=math.sqrt(
-            max(_ratio(sums.probability2, sums.shape_tokens) - probability**2, 0.0)
-        ),
-        probability_diff_max=state.largest_probability,
+        probability_diff_std=math.sqrt(max(_ratio(sums.probability2, n) - probability**2, 0.0)),
+        probability_diff_max=sums.largest_probability,
         lag1=_lag(sums, _variance(sums)),
         length_slope=slope * 1000.0,
         length_correlation=correlation,
@@ -184,11 +182,6 @@ def _bucket(by: str, label: str, row: Doubles) -> Bucket:
         std_d=math.sqrt(max(square / finite - mean * mean, 0.0)) if finite else math.nan,
         rho_mean=1.0 + excess / finite if finite else math.nan,
     )
-
-
-def _moved(state: State) -> int:
-    """Finite tokens with d != 0."""
-    return int(state.sums.finite) - state.histogram.zeros
 
 
 def _mean_abs(row: Doubles) -> float:

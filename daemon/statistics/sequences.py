@@ -18,8 +18,10 @@ WORST = 16
 
 # verl's bound on the log ratio of a sequence before it is exponentiated
 _BOUND = 20.0
-# batches gathered for one pass of the histogram
+# batches gathered for one pass over their sequences
 _WAITING = 64
+
+Doubles = npt.NDArray[np.float64]
 
 
 @dataclass(slots=True)
@@ -41,14 +43,23 @@ class SequenceSums:
     highest_mean_d: float = float("-inf")
     worst: list[float] = field(default_factory=list)
     means: BitHistogram = field(default_factory=lambda: BitHistogram(np.empty(0, np.float32)))
-    waiting: list[npt.NDArray[np.float32]] = field(default_factory=list)  # not yet in the histogram
+    waiting: list[Doubles] = field(default_factory=list)  # rows not yet in the sums
 
-    def add(self, rows: npt.NDArray[np.float64]) -> None:
-        """Add rows of COLUMNS and of the capped ratio, one column a sequence."""
-        rows = rows[:, rows[1] > 0]
-        if rows.shape[1] == 0:
-            return
-        _, finite, unequal, size, d, _, _, capped = rows
+    def add(self, rows: Doubles) -> None:
+        """Add rows [sequences, COLUMNS] with the capped ratio as one column more; they are kept, not copied."""
+        self.waiting.append(rows)
+        if len(self.waiting) >= _WAITING:
+            self.settle()
+
+    def settle(self) -> SequenceSums:
+        """Take everything in that waits, and give itself."""
+        if not self.waiting:
+            return self
+        rows = np.concatenate(self.waiting)
+        self.waiting = []
+        _, finite, unequal, size, d, _, _, capped = rows[rows[:, 1] > 0].T
+        if finite.size == 0:
+            return self
         mean, mean_abs = d / finite, size / finite
         ratio = np.exp(np.clip(d, -_BOUND, _BOUND))
         self.count += int(finite.size)
@@ -65,38 +76,18 @@ class SequenceSums:
         self.lowest_mean_d = min(self.lowest_mean_d, float(mean.min()))
         self.highest_mean_d = max(self.highest_mean_d, float(mean.max()))
         self.worst = sorted([*self.worst, *np.sort(mean_abs)[-WORST:].tolist()], reverse=True)[:WORST]
-        self.waiting.append(np.minimum(mean_abs, np.finfo(np.float32).max).astype(np.float32))
-        if len(self.waiting) >= _WAITING:
-            self.flush()
-
-    def add_equal(self, lengths: npt.NDArray[np.int64]) -> None:
-        """Add sequences of `lengths` of which every pair is finite and equal in every bit."""
-        count, wide = lengths.size, lengths.astype(np.float64)
-        self.count += count
-        self.all_equal += count
-        self.inverse_geometric += count
-        self.ratio += count
-        self.ratio_square += count
-        self.length_square += float(np.dot(wide, wide))
-        self.lowest_mean_d = min(self.lowest_mean_d, 0.0)
-        self.highest_mean_d = max(self.highest_mean_d, 0.0)
-        self.worst = [*self.worst, *[0.0] * min(count, WORST)][:WORST]
-        self.means.add_zeros(count)
-
-    def flush(self) -> BitHistogram:
-        """Give the histogram of mean abs d with everything in it."""
-        if self.waiting:
-            self.means.add(np.concatenate(self.waiting))
-            self.waiting = []
-        return self.means
+        self.means.add(np.minimum(mean_abs, np.finfo(np.float32).max).astype(np.float32))
+        return self
 
     def merge(self, other: SequenceSums) -> None:
+        self.settle()
+        other.settle()
         special: dict[str, Any] = {
             "lowest_mean_d": min(self.lowest_mean_d, other.lowest_mean_d),
             "highest_mean_d": max(self.highest_mean_d, other.highest_mean_d),
             "worst": sorted([*self.worst, *other.worst], reverse=True)[:WORST],
         }
-        self.flush().merge(other.flush())
+        self.means.merge(other.means)
         for item in fields(self):
             if item.name not in ("means", "waiting"):
                 value = getattr(self, item.name)

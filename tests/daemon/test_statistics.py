@@ -421,20 +421,26 @@ def test_a_bin_holds_what_lies_in_it_and_edges_split_bins() -> None:
     for share in (0.0, 0.01, 0.5, 0.999, 1.0):
         largest = float(values.max())
         low, high = (float(np.quantile(values, share, method=side)) for side in ("lower", "higher"))
-        assert low * (1 - BIN) <= histogram.quantile(share, largest) <= high * (1 + BIN)
+        assert low * (1 - BIN) <= histogram.quantiles((share,), largest)[share] <= high * (1 + BIN)
 
 
-def test_large_windows_take_the_costly_sums_from_some_pieces() -> None:
+@pytest.mark.parametrize("scale", [1e-7, 1e-3, 0.05, 0.5, 5.0, 400.0, 5000.0])
+def test_sums_of_exponentials_hold_for_differences_of_any_size(scale: float) -> None:
     rng = np.random.default_rng(6)
-    q = (-rng.exponential(1.0, 1 << 16)).astype(np.float32)
-    p = (q + rng.normal(0, 0.02, q.size)).astype(np.float32)
-    sums = PairAccumulator(PAIR)
-    for _ in range(16):
-        sums.add(q, p, np.full(64, 1024))
-    small, large = gathered(q, p, [1024] * 64).detail(), sums.detail()
-    assert large.probability_diff_mean == pytest.approx(small.probability_diff_mean, rel=0.02)
-    assert large.probability_diff_mean != small.probability_diff_mean
-    assert large.k2 == pytest.approx(small.k2, rel=1e-6)
+    q = -rng.uniform(0, 9000, 3000) if scale > 100 else -rng.exponential(1.0, 3000)
+    p = np.minimum(q + rng.normal(0, scale, q.size), 0)
+    x, y = q.astype(np.float32).astype(np.float64), p.astype(np.float32).astype(np.float64)
+    d = y - x
+    limited = np.clip(d, -300, 300)
+    found, detail = gathered(q, p).result(), gathered(q, p).detail()
+    for name, got, wanted in (
+        ("k3", found.k3, math.fsum(np.expm1(limited) - limited) / d.size),
+        ("rho_mean", found.rho_mean, 1 + math.fsum(np.expm1(limited)) / d.size),
+        ("exp_abs_mean", detail.exp_abs_mean, 1 + math.fsum(np.expm1(np.abs(limited))) / d.size),
+        ("probability", detail.probability_diff_mean, math.fsum(np.abs(np.exp(y) - np.exp(x))) / d.size),
+        ("mean_abs_d", found.mean_abs_d, math.fsum(np.abs(d)) / d.size),
+    ):
+        assert got == pytest.approx(wanted, rel=1e-7, abs=1e-22), name
 
 
 def test_heavy_tails_of_honest_noise_raise_no_alarm_and_a_wrong_support_does() -> None:

@@ -164,6 +164,14 @@ class Daemon:
             s.name: s.value for f in text_string_to_metric_families(text) for s in f.samples if not s.labels
         }
 
+    def warm(self) -> None:
+        """What takes statistics is loaded with the first logprobs: before memory is looked at."""
+        with greet(self.folder, **GOOD) or contextlib.nullcontext() as stream:
+            if stream is None:
+                raise BrokenError("a good hello was not answered")
+            stream.sendall(seeds()["frames"][0])
+        self.check()
+
     def check(self) -> None:
         """It lives, takes a good peer, and wrote no traceback."""
         if self.process.poll() is not None:
@@ -253,6 +261,7 @@ def fuzz(door: str, count: int, seed: int) -> Counter[str]:
             stack.callback(daemon.close)
             one, to = daemon, http if door == "http" else frames
             put = lambda data: to(one, data, rng)  # noqa: E731
+            daemon.warm()
         refused, process = 0, daemon.process.pid if daemon is not None else "self"
         for number in range(count):
             # each base as it is, then mutations

@@ -36,6 +36,7 @@ from isoexec.daemon.cli import run as run_daemon
 from isoexec.daemon.http import HttpServer  # noqa: F401 - loaded here, so that a fork has it
 from isoexec.daemon.retention import archives
 from isoexec.daemon.service import Service  # noqa: F401
+from isoexec.daemon.statistics import prepare
 
 SETTINGS = (
     "quiet_seconds: 0\nsettle_seconds: 0.05\nframes_per_second: 100000\nsample_windows: 2\n"
@@ -143,6 +144,7 @@ def soak(kills: int, folder: Path, seed: int) -> dict[str, Any]:
     """Kill so many times and give what was seen."""
     state = StateDirectory(folder / "state").make()
     (state.path / "settings.yaml").write_text(SETTINGS)
+    prepare()  # here, so that a fork has it
     kind, dice = peer_class(), random.Random(seed)  # noqa: S311
     known, wrong = Acknowledged(state), list[str]()
     archived: set[int] = set()
