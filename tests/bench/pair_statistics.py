@@ -29,6 +29,9 @@ from isoexec.daemon.window import StepBuilder
 
 GOAL_MS = 15.0
 GOAL_RATE = 20.0
+BATCH = 1 << 16
+"""Tokens of a message."""
+RUN = "bench"
 
 Floats = npt.NDArray[np.float32]
 
@@ -51,6 +54,10 @@ def kinds(n: int) -> dict[str, tuple[Floats, Floats]]:
     }
 
 
+def source_of(case: str) -> str:
+    return f"host:1:{case}"
+
+
 def frames(case: str, step: int, values: Floats, length: int, batch: int) -> list[bytes]:
     """The messages of one side of one step, as bytes."""
     found = []
@@ -59,9 +66,9 @@ def frames(case: str, step: int, values: Floats, length: int, batch: int) -> lis
         count = part.size // length
         digests = [xxhash.xxh3_128_digest(f"{step}:{at}:{i}".encode()) for i in range(count)]
         message = Logprobs(
-            run="bench",
+            run=RUN,
             role=case.split("_")[0],
-            source=f"host:1:{case}",
+            source=source_of(case),
             case=case,
             step=step,
             weight_version=step,
@@ -128,7 +135,7 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=1 << 18, help="pairs of one round")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
-    parser.add_argument("--batch", type=int, default=1 << 16, help="tokens of a message")
+    parser.add_argument("--batch", type=int, default=BATCH, help="tokens of a message")
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     keep_freed()  # as the daemon does
