@@ -240,6 +240,8 @@ _ALL = (
     _counter("received_bytes", "Bytes received", "run", "role", unit="bytes"),
     # shards behind a stream
     _gauge("shards_heard", "Shards of the daemon whose word is fresh; 0 without a stream or its server"),
+    _gauge("shards", "Shards that the daemon is one of; 0 without a stream"),
+    _gauge("stream_frames_waiting", "Frames of this shard that the server has not delivered yet"),
     _gauge("stream_frames_held", "Frames of the stream that are not accounted for yet"),
     _counter("stream_frames_repeated", "Frames that came again and were known"),
     _counter("stream_frames_refused", "Frames of processes that this shard knows no hello of"),

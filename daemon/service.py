@@ -518,6 +518,7 @@ class Service:
         if self.stream is not None:
             self.metrics.set("stream_frames_held", self.stream.held)
             self.metrics.set("shards_heard", self.stream.heard)
+            self.metrics.set("shards", self.config.shards)
         for run in self.runs.values():
             for role in ("engine", "trainer"):
                 self.metrics.set("tokens_pending", run.builder.pairing.pending(role), run=run.name, role=role)

@@ -48,6 +48,8 @@ _BATCH = 64
 _TURN_SECONDS = 0.002
 _KEEP_SECONDS = 1.0
 """How often what was accounted for between windows goes into the journal."""
+_LAG_SECONDS = 5.0
+"""How often the server is asked what waits there."""
 _LONGEST_PAUSE_SECONDS = 4.0
 _AGAIN_SECONDS = 10.0
 """How long frames that are to be delivered again may keep the new ones waiting, from the last of them on."""
@@ -110,6 +112,7 @@ class Stream:
         self._publishers: dict[str, _Publisher] = {}
         self._acks: list[str] = []
         self._said = SparseLog()
+        self._durable = f"shard-{config.shard}"
         self._joint = Joint(config.shard, config.shards, secrets.token_hex(8))
         self._tasks: list[asyncio.Task[None]] = []
         self._claimed = False
@@ -188,7 +191,7 @@ class Stream:
         name, shard = self._broker.name, self._config.shard
         subscription = await stream.pull_subscribe(
             f"{name}.frames.{shard}.>",
-            durable=f"shard-{shard}",
+            durable=self._durable,
             stream=name,
             config=api.ConsumerConfig(
                 ack_policy=api.AckPolicy.EXPLICIT,
@@ -429,7 +432,7 @@ class Stream:
 
     async def _tend(self) -> None:
         each = min(self._config.nats_ack_seconds / 3, 10.0)
-        renewed = time.monotonic()
+        renewed = asked = time.monotonic()
         while True:
             await asyncio.sleep(min(_KEEP_SECONDS, each))
             try:
@@ -440,6 +443,9 @@ class Stream:
                 if now - renewed >= each:
                     renewed = now
                     await self._renew()
+                if now - asked >= _LAG_SECONDS:
+                    asked = now
+                    await self._measure_lag()
                 self._look_for_idle(now)
             except Exception as error:  # noqa: BLE001 - tried again in a moment
                 _log.warning("acknowledging failed", error=repr(error))
@@ -450,6 +456,13 @@ class Stream:
             for frame in list(accounts.frames()):
                 if frame.ticket is not None and client is not None and client.is_connected:
                     await client.publish(frame.ticket, b"+WPI")
+
+    async def _measure_lag(self) -> None:
+        client = self._client
+        if client is not None and client.is_connected:
+            stream = client.jetstream(timeout=_ASK_SECONDS)
+            info = await stream.consumer_info(self._broker.name, self._durable)
+            self._host.metrics.set("stream_frames_waiting", info.num_pending or 0)
 
     async def _make_room(self) -> None:
         """Where so much is held that the server would deliver no more, let go of the oldest data before it is judged.

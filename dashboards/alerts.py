@@ -131,6 +131,10 @@ def _grown(*names: str, by: str = "") -> str:
     return " or ".join(f"{head} (increase({series(name)}[5m])) > 0" for name in names)
 
 
+# shards that reach the stream at all
+_REACHED = f"{series('shards_heard')} > 0"
+
+
 def _contract(name: str, claim: str, severity: Severity, summary: str, description: str) -> Alert:
     return Alert(
         name=name,
@@ -376,6 +380,51 @@ ALERTS: tuple[Alert, ...] = (
         "The daemon cannot be scraped; nothing watches the runs.",
         "Prometheus has not reached the IsoExec daemon for a minute.",
         "1m",
+    ),
+    _alert(
+        "shards",
+        "IsoexecShardSilent",
+        "critical",
+        # that none is heard is another alert's to say: by its own word a shard hears one
+        f"min({_REACHED}) < max({series('shards')})",
+        "A shard of the daemon is silent: every verdict is unknown.",
+        "Of the daemon's shards {{ $value }} are heard for a minute. Runs that fail closed halt.",
+        "1m",
+    ),
+    _alert(
+        "shards",
+        "IsoexecVerdictStoreUnreachable",
+        "critical",
+        f"max by (instance) ({series('shards_heard')}) == 0 and max by (instance) ({series('shards')}) > 0",
+        "A shard cannot reach the stream or the verdicts.",
+        "The shard at {{ $labels.instance }} has not reached the NATS server, or its bucket, for a minute.",
+        "1m",
+    ),
+    _alert(
+        "shards",
+        "IsoexecStreamFramesLost",
+        "critical",
+        _grown("stream_frames_refused_total", "stream_acks_early_total", by="instance"),
+        "Frames of the stream are refused, or let go of before they are judged.",
+        "The shard at {{ $labels.instance }} refused frames, or could not hold on to them, in the last 5 minutes.",
+    ),
+    _alert(
+        "shards",
+        "IsoexecStreamLagging",
+        "warning",
+        f"min by (instance) (min_over_time({series('stream_frames_waiting')}[10m])) > 256",
+        "A shard does not keep up with its stream.",
+        "For 10 minutes never fewer than {{ $value }} frames have waited for the shard at {{ $labels.instance }}.",
+        "1m",
+    ),
+    _alert(
+        "shards",
+        "IsoexecStreamRedelivers",
+        "warning",
+        f"min by (instance) (increase({series('stream_frames_repeated_total')}[5m])) > 0",
+        "The server delivers frames again and again.",
+        "Frames that the shard at {{ $labels.instance }} knows have been coming again for 15 minutes.",
+        "15m",
     ),
     _alert(
         "watching",

@@ -137,6 +137,8 @@ QUERIES: dict[str, str] = {
     "halt_stage_time": f"sum by (run, stage) (increase({_run('halt_stage_seconds_total')}[$__rate_interval]))",
     "collector_errors": f"sum(increase({series('collector_errors_total')}[$__rate_interval]))",
     "shards_heard": f"min({series('shards_heard')})",
+    "shards": f"max({series('shards')})",
+    "stream_waiting": f"sum({series('stream_frames_waiting')})",
     "stream_held": f"sum({series('stream_frames_held')})",
     "stream_repeated": f"sum(increase({series('stream_frames_repeated_total')}[$__rate_interval]))",
     "stream_refused": f"sum(increase({series('stream_frames_refused_total')}[$__rate_interval]))",

@@ -11,6 +11,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,11 @@ from isoexec.contracts import wire
 from isoexec.contracts.broker import Broker, BrokerError
 from isoexec.contracts.halting import LeaseState
 from isoexec.contracts.shards import LEADER_KEY, TTL_SECONDS, Standing, verdict_key
+from isoexec.daemon.config import Config
+from isoexec.daemon.jetstream import make_stream
 from isoexec.daemon.joint import Joint, ShardTakenError
+from isoexec.daemon.metrics import Metrics
+from isoexec.daemon.stream import Stream
 from isoexec.probes.client import Client, ProbeSettings
 from isoexec.probes.verdicts import NatsVerdict
 
@@ -387,3 +392,23 @@ def test_of_two_that_would_lead_one_writes_and_one_that_was_stopped_is_refused(
         await client.close()
 
     asyncio.run(play())
+
+
+def test_what_waits_with_the_server_is_measured(nats_server: Callable[..., Any], tmp_path: Path) -> None:
+    server = nats_server()
+    config = Config(state_dir=tmp_path, nats=f"nats://127.0.0.1:{server.port}/t")
+    metrics = Metrics(version="0")
+
+    async def play() -> None:
+        client = await broker(server).connect("test", 10)
+        stream = Stream(config, broker(server), SimpleNamespace(metrics=metrics, runs={}))
+        stream._client = client
+        await make_stream(client.jetstream(), broker(server), config)
+        await stream._subscribe(client.jetstream())
+        for _ in range(3):
+            await client.jetstream().publish("t.frames.0.lane", b"")
+        await stream._measure_lag()
+        await client.close()
+
+    asyncio.run(play())
+    assert metrics.get("stream_frames_waiting") == 3

@@ -158,6 +158,8 @@ def test_promtool_accepts_the_generated_rules() -> None:
         ("> 0.02 and", ">= 0.02 and", "mismatch"),
         (") > 120", ") > 600", "watching"),
         ("> 0.05", "> 0.5", "watching"),
+        ("> 256", "> 255", "shards"),
+        ("isoexec_shards_heard > 0", "isoexec_shards_heard >= 0", "shards"),
     ],
 )
 def test_the_cases_catch_a_wrong_rule(old: str, new: str, file: str, tmp_path: Path) -> None:
