@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import ray  # type: ignore[import-not-found]  # in a Python of its own
+import ray
 
 HERE = str(Path(__file__).parent)
 
