@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import socket
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import msgpack
@@ -44,9 +41,7 @@ __all__ = [
     "Step",
     "Weights",
     "Welcome",
-    "connect",
     "encode_frame",
-    "listen",
 ]
 
 MAGIC = b"IXF1"
@@ -63,6 +58,11 @@ ROLES = ("engine", "trainer", "driver")
 CASES = ("engine_prefill", "engine_decode", "trainer_fwd", "trainer_recompute", "trainer_score")
 
 _PREFIX = struct.Struct("<4sII")
+_START_BYTES = 4096
+"""Bytes that a reader takes in before it knows of which frame they are."""
+_BODY_BYTES = 1 << 20
+"""Bytes of a body that there is room for at once."""
+_NO_BYTES = np.empty(0, np.uint8)
 
 Buffer = bytes | memoryview
 
@@ -447,14 +447,19 @@ def _decode_arrays(
 
 
 class FrameReader:
-    """Takes a byte stream in any pieces and gives its messages; the first error poisons the reader."""
+    """Takes a byte stream in any pieces and gives its messages; the first error poisons the reader.
+
+    Bytes are read into `buffer()`, so that a body is received where it stays, or fed. Memory grows with what came, not
+    with what a frame says of itself.
+    """
 
     def __init__(self, *, header_limit: int = HEADER_LIMIT, body_limit: int = BODY_LIMIT) -> None:
-        self._rest = memoryview(b"")  # bytes given and not looked at yet
-        self._head = bytearray()  # prefix and header of the frame that is being read
-        self._head_size = _PREFIX.size
-        self._body = bytearray()
-        self._body_size = 0
+        self._start = bytearray(_START_BYTES)  # the start of a frame, and what came with it
+        self._low = self._high = 0  # what of it is not taken yet
+        self._header = b""
+        self._in_body = False  # the header of the frame is read
+        self._body = _NO_BYTES
+        self._body_size = self._got = 0
         self._header_limit = header_limit
         self._body_limit = body_limit
         self._error: WireError | None = None
@@ -462,7 +467,42 @@ class FrameReader:
     @property
     def pending(self) -> int:
         """Bytes of a frame that is not complete yet; not 0 at end of stream means that it was cut."""
-        return len(self._head) + len(self._body) + len(self._rest)
+        whole = _PREFIX.size + len(self._header) + self._got if self._in_body else 0
+        return whole + self._high - self._low
+
+    def buffer(self) -> memoryview:
+        """Give memory for the next bytes, of one at least; every message of those before must have been taken."""
+        if self._in_body:
+            if self._got == self._body.size:
+                self._grow_body(self._got + 1)
+            return self._body.data[self._got :]
+        left = self._high - self._low
+        if self._low:
+            self._start[:left] = self._start[self._low : self._high]
+            self._low, self._high = 0, left
+        elif self._high == len(self._start):
+            self._start = self._start + bytearray(len(self._start))
+        return memoryview(self._start)[self._high :]
+
+    def took(self, count: int) -> Iterator[Message]:
+        """Yield each message that is complete with so many bytes more in `buffer()`, those before a malformed frame too.
+
+        Raises WireError, then and ever after.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._in_body:
+            self._got += count
+        else:
+            self._high += count
+        try:
+            while (message := self._next()) is not None:
+                yield message
+        except WireError as error:
+            self._error = error
+            self._start, self._body = bytearray(_START_BYTES), _NO_BYTES
+            self._low, self._high, self._in_body = 0, 0, False
+            raise
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[Message]:
         """Add bytes and give the messages that are complete now. Raises WireError, then and ever after."""
@@ -475,91 +515,57 @@ class FrameReader:
         """
         if self._error is not None:
             raise self._error
-        self._rest = memoryview(bytes(self._rest) + bytes(data)) if self._rest else memoryview(data).cast("B")
-        try:
-            while (message := self._next()) is not None:
-                yield message
-            self._rest = memoryview(b"")  # all of it was taken: hold nothing of the caller's
-        except WireError as error:
-            self._error = error
-            self._head, self._body, self._rest = bytearray(), bytearray(), memoryview(b"")
-            raise
+        rest = memoryview(data).cast("B")
+        while rest:
+            room = self.buffer()
+            count = min(len(room), len(rest))
+            room[:count] = rest[:count]
+            rest = rest[count:]
+            yield from self.took(count)
 
     def _next(self) -> Message | None:
-        if not self._fill_head():
+        if not self._in_body and not self._read_head():
             return None
-        if not self._fill(self._body, self._body_size):
+        if self._got < self._body_size:
             return None
-        header, body = bytes(self._head[_PREFIX.size :]), self._body
         # the arrays of the message are views of the body: each has its own, and is not written again
-        self._head, self._body = bytearray(), bytearray()
-        self._head_size, self._body_size = _PREFIX.size, 0
-        return _decode(header, memoryview(body).toreadonly())
+        header, body = self._header, self._body.data[: self._body_size]
+        self._header, self._body, self._in_body = b"", _NO_BYTES, False
+        return _decode(header, body.toreadonly())
 
-    def _fill(self, part: bytearray, size: int) -> bool:
-        """Move bytes to a part of the frame until it has `size`; memory grows with what came, not with what was said."""
-        wanted = size - len(part)
-        if wanted > 0:
-            part += self._rest[:wanted]
-            self._rest = self._rest[wanted:]
-        return len(part) >= size
+    def _read_head(self) -> bool:
+        """Whether prefix and header are there, the body begun then; the prefix is checked as soon as it is."""
+        count = self._high - self._low
+        prefix = bytes(self._start[self._low : min(self._low + _PREFIX.size, self._high)])
+        if prefix[:4] != MAGIC[: len(prefix)]:
+            raise WireError(f"frame: wanted magic {MAGIC!r}, found {prefix[:4]!r}")
+        if count < _PREFIX.size:
+            return False
+        _, header_len, body_len = _PREFIX.unpack(prefix)
+        if header_len > self._header_limit or body_len > self._body_limit:
+            raise WireError(
+                f"frame: header of {header_len} and body of {body_len} bytes, admitted "
+                f"{self._header_limit} and {self._body_limit}"
+            )
+        size = _PREFIX.size + header_len
+        if count < size:
+            return False
+        self._header = bytes(self._start[self._low + _PREFIX.size : self._low + size])
+        self._low += size
+        self._got = min(self._high - self._low, body_len)
+        self._body_size, self._in_body = body_len, True
+        self._grow_body(self._got)
+        self._body[: self._got] = np.frombuffer(self._start, np.uint8, self._got, self._low)
+        self._low += self._got
+        if self._low == self._high:
+            self._low = self._high = 0
+            if len(self._start) > _START_BYTES:  # a header that long is rare
+                self._start = bytearray(_START_BYTES)
+        return True
 
-    def _fill_head(self) -> bool:
-        """Whether prefix and header are there; the prefix is checked as soon as it is."""
-        head = self._head
-        if len(head) < _PREFIX.size:
-            whole = self._fill(head, _PREFIX.size)
-            if head[:4] != MAGIC[: len(head)]:
-                raise WireError(f"frame: wanted magic {MAGIC!r}, found {bytes(head[:4])!r}")
-            if not whole:
-                return False
-            _, header_len, body_len = _PREFIX.unpack_from(head)
-            if header_len > self._header_limit or body_len > self._body_limit:
-                raise WireError(
-                    f"frame: header of {header_len} and body of {body_len} bytes, admitted "
-                    f"{self._header_limit} and {self._body_limit}"
-                )
-            self._head_size, self._body_size = _PREFIX.size + header_len, body_len
-        return self._fill(head, self._head_size)
-
-
-_SOCKET_NAME = "isoexec.sock"
-
-
-def _at(state_dir: Path) -> tuple[str, int]:
-    """Give an address that fits sockaddr_un however long the path is, and a descriptor to close."""
-    descriptor = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    return f"/proc/self/fd/{descriptor}/{_SOCKET_NAME}", descriptor
-
-
-def connect(state_dir: Path, *, timeout: float | None = 5.0) -> socket.socket:
-    """Open a stream to the daemon of a state directory. Raises OSError when nobody listens."""
-    address, descriptor = _at(state_dir)
-    stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        stream.settimeout(timeout)
-        stream.connect(address)
-    except BaseException:
-        stream.close()
-        raise
-    finally:
-        os.close(descriptor)
-    return stream
-
-
-def listen(state_dir: Path, *, backlog: int = 512) -> socket.socket:
-    """Bind the daemon's socket, mode 0600, in place of one left over; the caller holds the daemon's lock."""
-    (state_dir / _SOCKET_NAME).unlink(missing_ok=True)
-    address, descriptor = _at(state_dir)
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    mask = os.umask(0o177)
-    try:
-        server.bind(address)
-        server.listen(backlog)
-    except BaseException:
-        server.close()
-        raise
-    finally:
-        os.umask(mask)
-        os.close(descriptor)
-    return server
+    def _grow_body(self, count: int) -> None:
+        """Have room for so many bytes of the body at least."""
+        before = self._body
+        room = np.empty(min(max(count, 4 * before.size, _BODY_BYTES), self._body_size), np.uint8)
+        room[: before.size] = before
+        self._body = room

@@ -33,12 +33,12 @@ from isoexec.daemon.peers import (
     peer_of,
     tls_context,
 )
+from isoexec.daemon.receive import Receiver
 
 __all__ = ["Connection", "Ingest", "Writer"]
 
 _log = structlog.get_logger("isoexec.daemon")
 
-_READ_BYTES = 1 << 18
 _TURN_SECONDS = 0.002
 _HELLOS = 16
 """Refused hellos on one stream, at most."""
@@ -151,11 +151,10 @@ class Ingest:
                 else None
             )
             tcp.setblocking(False)
-            server = await asyncio.start_server(
-                self._serve_tcp,
+            server = await asyncio.get_running_loop().create_server(
+                lambda: Receiver(self._serve_tcp),
                 sock=tcp,
                 ssl=tls,
-                limit=_READ_BYTES,
                 backlog=512,
                 ssl_handshake_timeout=config.hello_seconds if tls else None,
             )
@@ -171,9 +170,8 @@ class Ingest:
 
     async def _unix(self, listening: socket.socket) -> asyncio.Server:
         listening.setblocking(False)
-        return await asyncio.start_unix_server(
-            self._serve_unix, sock=listening, limit=_READ_BYTES, backlog=512
-        )
+        loop = asyncio.get_running_loop()
+        return await loop.create_unix_server(lambda: Receiver(self._serve_unix), sock=listening, backlog=512)
 
     async def close(self) -> None:
         """Accept no more, process what was received, close every stream."""
@@ -255,18 +253,19 @@ class Ingest:
             _log.warning("peer refused", reason=reason, unsaid=unsaid, **facts)
         writer.close()
 
-    async def _serve_unix(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_unix(self, stream: Receiver) -> None:
+        writer = stream.transport
         try:
             pid, uid = peer_of(writer.get_extra_info("socket"))
         except OSError:  # gone already
-            writer.close()
             return
         if not peer_admitted(uid):
             self._turn_away(writer, "peer", pid=pid, uid=uid, wanted=f"uid {os.geteuid()} or root")
             return
-        await self._serve(reader, Connection(pid=pid, writer=writer, peer=f"process {pid}"))
+        await self._serve(stream, Connection(pid=pid, writer=writer, peer=f"process {pid}"))
 
-    async def _serve_tcp(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_tcp(self, stream: Receiver) -> None:
+        writer = stream.transport
         host = str((writer.get_extra_info("peername") or ("?",))[0])
         if self._strangers >= _STRANGERS:
             self._turn_away(writer, "limit", host=host, wanted=f"{_STRANGERS} streams without proof at most")
@@ -274,7 +273,7 @@ class Ingest:
         self._strangers += 1
         try:
             keep_alive(writer.get_extra_info("socket"))
-            admitted = await admit_by_token(reader, writer, self._token, seconds=self._config.hello_seconds)
+            admitted = await admit_by_token(stream, self._token, seconds=self._config.hello_seconds)
         except OSError:
             admitted = False
         finally:
@@ -282,9 +281,9 @@ class Ingest:
         if not admitted:
             self._turn_away(writer, "token", host=host, wanted="proof of the token in tcp_token")
             return
-        await self._serve(reader, Connection(pid=0, writer=writer, peer=f"host {host}"))
+        await self._serve(stream, Connection(pid=0, writer=writer, peer=f"host {host}"))
 
-    async def _serve(self, reader: asyncio.StreamReader, connection: Connection) -> None:
+    async def _serve(self, stream: Receiver, connection: Connection) -> None:
         config = self._config
         if len(self.connections) >= config.max_connections:
             self._turn_away(
@@ -298,12 +297,12 @@ class Ingest:
         frames = FrameReader()
         pace, flow = Pace(config.frames_per_second), Pace(config.bytes_per_second)
         try:
-            while data := await self._read(reader, connection, frames):
-                await self._take(connection, frames, data, pace)
+            while count := await self._read(stream, connection, frames):
+                await self._take(connection, frames, count, pace)
                 if connection.closing:
                     break
                 self._count_partial(connection, frames)
-                if (wait := flow.spend(len(data))) > 0:
+                if (wait := flow.spend(count)) > 0:
                     await asyncio.sleep(wait)
             if frames.pending and not connection.closing:
                 self._malformed(
@@ -321,8 +320,8 @@ class Ingest:
             connection.waiting_messages += 1
             self._queue.put_nowait((connection, None, 0))
 
-    async def _read(self, reader: asyncio.StreamReader, connection: Connection, frames: FrameReader) -> bytes:
-        """Give the next bytes, none at the end. Raises WireError for a peer that keeps the daemon waiting."""
+    async def _read(self, stream: Receiver, connection: Connection, frames: FrameReader) -> int:
+        """Take the next bytes in, give how many, 0 at the end. Raises WireError for a peer that keeps the daemon waiting."""
         config = self._config
         if not connection.hellos:
             seconds, wanted = config.hello_seconds - (time.monotonic() - connection.since), "hello"
@@ -332,7 +331,7 @@ class Ingest:
             seconds, wanted = config.idle_seconds, "a word"
         try:
             async with asyncio.timeout(seconds):
-                return await reader.read(_READ_BYTES)
+                return await stream.read_into(frames.buffer())
         except TimeoutError as error:
             raise WireError(
                 f"wanted {wanted} in time, waited {max(seconds, 0):.1f} s more in vain"
@@ -353,9 +352,9 @@ class Ingest:
             raise error
         self._refuse(greedy, error)
 
-    async def _take(self, connection: Connection, frames: FrameReader, data: bytes, pace: Pace) -> None:
-        connection.bytes_read += len(data)
-        for message in frames.feed_each(data):
+    async def _take(self, connection: Connection, frames: FrameReader, count: int, pace: Pace) -> None:
+        connection.bytes_read += count
+        for message in frames.took(count):
             if isinstance(message, Hello):
                 connection.hellos += 1
                 if connection.run is not None or connection.hellos > _HELLOS:

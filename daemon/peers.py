@@ -14,6 +14,7 @@ from pathlib import Path
 
 from isoexec.contracts.tokens import PROOF_BYTES, challenge, proven
 from isoexec.daemon.config import ConfigError
+from isoexec.daemon.receive import Receiver
 
 __all__ = ["Pace", "SparseLog", "admit_by_token", "keep_alive", "peer_admitted", "peer_of", "tls_context"]
 
@@ -32,15 +33,13 @@ def peer_admitted(uid: int, own: int | None = None) -> bool:
     return uid in (0, os.geteuid() if own is None else own)
 
 
-async def admit_by_token(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, *, seconds: float
-) -> bool:
+async def admit_by_token(stream: Receiver, token: bytes, *, seconds: float) -> bool:
     """Ask a peer on another host to prove that it holds the token; False where it does not, in `seconds` at most."""
     asked = challenge()
-    writer.write(asked)
+    stream.transport.write(asked)
     try:
-        answer = await asyncio.wait_for(reader.readexactly(PROOF_BYTES), seconds)
-    except (TimeoutError, asyncio.IncompleteReadError):
+        answer = await asyncio.wait_for(stream.read_exactly(PROOF_BYTES), seconds)
+    except TimeoutError:
         return False
     return proven(token, asked, answer)
 

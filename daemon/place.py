@@ -14,7 +14,7 @@ from pathlib import Path
 import structlog
 
 from isoexec.contracts.halting import StateDirectory
-from isoexec.contracts.wire import listen
+from isoexec.contracts.sockets import listen
 from isoexec.daemon.config import ConfigError
 from isoexec.daemon.version import package_version
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from isoexec.contracts import wire
+from isoexec.contracts import sockets, wire
 from isoexec.contracts.errors import WireError
 from isoexec.contracts.shards import TOKEN_ARRAYS
 from isoexec.probes.address import Address
@@ -62,7 +62,7 @@ class StreamLink:
     def connect(self, timeout: float) -> None:
         self.close()
         if self._address is None:
-            self._stream = wire.connect(self._state_dir, timeout=timeout)
+            self._stream = sockets.connect(self._state_dir, timeout=timeout)
         else:
             self._stream = self._address.connect(timeout)
 

@@ -21,10 +21,18 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "soak")]
 
-from common import start_daemon  # type: ignore[import-not-found]  # beside the soaks
-from pair_statistics import BATCH, RUN, Floats, frames, kinds, source_of  # type: ignore[import-not-found]  # beside this script
+from common import start_daemon  # type: ignore[import-not-found]  # noqa: E402  of the soaks
+from pair_statistics import (  # type: ignore[import-not-found]  # noqa: E402  beside this script
+    BATCH,
+    RUN,
+    Floats,
+    frames,
+    kinds,
+    source_of,
+)
 
-from isoexec.contracts.wire import Hello, Step, connect, encode_frame
+from isoexec.contracts.sockets import connect  # noqa: E402
+from isoexec.contracts.wire import Hello, Step, encode_frame  # noqa: E402
 
 SETTINGS = {
     "quiet_seconds": 0, "settle_seconds": 5, "frames_per_second": 1 << 20, "bytes_per_second": 1 << 40,
@@ -78,7 +86,9 @@ def measure(name: str, sides: tuple[Floats, Floats], steps: int, length: int) ->
         state = Path(folder) / "state"
         process, address = start_daemon(state, SETTINGS, log=Path(folder) / "daemon.log")
         try:
-            both = [Side(state, role, values, steps, length) for role, values in zip(CASES, sides, strict=True)]
+            both = [
+                Side(state, role, values, steps, length) for role, values in zip(CASES, sides, strict=True)
+            ]
             for side in both:
                 side.put(0)  # with the first step the daemon loads what takes statistics
             while judged(address) < 0:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isoexec.contracts import wire
+from isoexec.contracts import sockets, wire
 from isoexec.contracts.errors import WireError
 
 
@@ -245,7 +245,7 @@ def test_an_oversized_message_is_refused_by_the_sender() -> None:
 def test_the_socket_is_private_and_works_under_a_long_path(tmp_path: Path) -> None:
     state = tmp_path / ("x" * 120)
     state.mkdir()
-    with wire.listen(state) as server, wire.connect(state) as client:
+    with sockets.listen(state) as server, sockets.connect(state) as client:
         other, _ = server.accept()
         with other:
             client.sendmsg(wire.encode_frame(one_of_each()[-1]))
@@ -253,5 +253,5 @@ def test_the_socket_is_private_and_works_under_a_long_path(tmp_path: Path) -> No
     assert stat.S_IMODE((state / "isoexec.sock").stat().st_mode) == 0o600
     fds = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     with pytest.raises(OSError, match="refused"):
-        wire.connect(state)
+        sockets.connect(state)
     assert len(os.listdir("/proc/self/fd")) == fds  # noqa: PTH208

@@ -20,7 +20,7 @@ import pytest
 import xxhash
 import yaml
 
-from isoexec.contracts import wire
+from isoexec.contracts import sockets, wire
 from isoexec.contracts.halting import StateDirectory
 from isoexec.contracts.schema import Contract, library
 
@@ -63,7 +63,7 @@ class Peer:
         self.run, self.role = run, role
         self.source = f"host:{os.getpid()}:{role}{rank}"
         self.seq = 0
-        self.stream = wire.connect(state_dir)
+        self.stream = sockets.connect(state_dir)
         fields = {"regime": "bitwise", "monitor_only": True, "rank": rank, **hello}
         self.reader = wire.FrameReader()
         self.send(wire.Hello, **fields)
@@ -228,7 +228,7 @@ def contract_hello() -> dict[str, Any]:
 @pytest.fixture
 def unread_socket(daemon: Daemon) -> Iterator[socket.socket]:
     """A bare stream to the daemon, that has said nothing."""
-    stream = wire.connect(daemon.state_dir)
+    stream = sockets.connect(daemon.state_dir)
     yield stream
     stream.close()
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from isoexec.contracts import wire
+from isoexec.contracts import sockets, wire
 from isoexec.contracts.errors import IsoExecError, WireError
 from isoexec.probes.address import Address, address_from_env
 from isoexec.probes.client import Client, ProbeSettings
@@ -180,8 +180,8 @@ def test_a_stream_that_keeps_the_daemon_waiting_is_closed(
     start: Callable[..., Any], peer: Callable[..., Any], wait_until: Callable[..., Any]
 ) -> None:
     daemon = start(hello_seconds=1.0, stall_seconds=0.3, idle_seconds=1.5)
-    silent = wire.connect(daemon.state_dir)
-    dripping = wire.connect(daemon.state_dir)
+    silent = sockets.connect(daemon.state_dir)
+    dripping = sockets.connect(daemon.state_dir)
     began = time.monotonic()
     with contextlib.suppress(OSError):
         for byte in wire.MAGIC + b"\x10\0\0\0" * 20:
@@ -243,7 +243,7 @@ def test_what_is_held_of_unfinished_frames_is_bounded(
 def test_streams_are_bounded_in_number(start: Callable[..., Any], peer: Callable[..., Any]) -> None:
     daemon = start(max_connections=2)
     first, _ = peer(daemon, "engine"), peer(daemon, "trainer")
-    one_more = wire.connect(daemon.state_dir)
+    one_more = sockets.connect(daemon.state_dir)
     assert closed(one_more)
     one_more.close()
     assert daemon.json("/readyz")["refused"] == {"limit": 1}
@@ -272,8 +272,8 @@ def test_a_source_is_not_taken_over_by_another_process(
     one = peer(daemon, "engine", run="taken")
     code = (
         "import sys; from pathlib import Path\n"
-        "from isoexec.contracts import wire\n"
-        "stream = wire.connect(Path(sys.argv[1]))\n"
+        "from isoexec.contracts import sockets, wire\n"
+        "stream = sockets.connect(Path(sys.argv[1]))\n"
         "hello = wire.Hello(run='taken', role='engine', source=sys.argv[2], regime='bitwise', monitor_only=True)\n"
         "[stream.sendall(part) for part in wire.encode_frame(hello)]\n"
         "print(wire.FrameReader().feed(stream.recv(65536))[0].message)\n"
@@ -352,7 +352,7 @@ def test_a_name_with_control_characters_is_refused(daemon: Any, field: str) -> N
         "regime": "bitwise",
         "monitor_only": True,
     }
-    stream = wire.connect(daemon.state_dir)
+    stream = sockets.connect(daemon.state_dir)
     for part in wire.encode_frame(wire.Hello(**{**fields, field: "a\n[critical] halt"})):
         stream.sendall(part)
     (welcome,) = wire.FrameReader().feed(stream.recv(65536))

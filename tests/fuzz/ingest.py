@@ -36,7 +36,7 @@ import numpy as np
 import xxhash
 from prometheus_client.parser import text_string_to_metric_families
 
-from isoexec.contracts import wire
+from isoexec.contracts import sockets, wire
 from isoexec.contracts.errors import WireError
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -191,7 +191,7 @@ class Daemon:
 
 def greet(folder: Path, **names: Any) -> socket.socket | None:
     """A stream that was welcomed, or answered at least; None where it was closed."""
-    stream = wire.connect(folder)
+    stream = sockets.connect(folder)
     stream.sendall(frame(wire.Hello(role="engine", regime="bf16_dense", monitor_only=True, **names)))
     return stream if stream.recv(65536) else None
 
@@ -199,7 +199,7 @@ def greet(folder: Path, **names: Any) -> socket.socket | None:
 def frames(daemon: Daemon, data: bytes, rng: random.Random) -> str:
     """One stream to the daemon; whether it was closed before its end, which it must be if `FrameReader` refuses it."""
     greeted = rng.random() < 0.7
-    stream = greet(daemon.folder, **GOOD) if greeted else wire.connect(daemon.folder)
+    stream = greet(daemon.folder, **GOOD) if greeted else sockets.connect(daemon.folder)
     if stream is None:
         raise BrokenError("a good hello was not answered")
     with stream, contextlib.suppress(BrokenPipeError, ConnectionResetError):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from isoexec.contracts import wire
+from isoexec.contracts import sockets, wire
 
 
 class Listener:
@@ -21,7 +21,7 @@ class Listener:
         self.arrived = threading.Condition()
         self.stalled = threading.Event()
         self.accept = True
-        self._server = wire.listen(state_dir)
+        self._server = sockets.listen(state_dir)
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
