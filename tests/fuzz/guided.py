@@ -17,7 +17,7 @@ from pathlib import Path
 
 os.environ["MSGPACK_PUREPYTHON"] = "1"  # what cannot be instrumented guides nothing
 
-import atheris  # type: ignore[import-not-found]
+import atheris
 
 with atheris.instrument_imports(include=["isoexec.contracts", "msgpack"]):
     from ingest import CORPUS, seeds  # type: ignore[import-not-found]
