@@ -7,8 +7,10 @@ import argparse
 import getpass
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from isoexec.contracts.asking import ask, noted_shard, others_that_halt
 from isoexec.contracts.errors import IsoExecError
 from isoexec.contracts.halting import HaltMarker, StateDirectory
 from isoexec.contracts.modes import Mode, ModeSetting, read_mode, write_mode
@@ -58,24 +60,42 @@ def halt(argv: list[str]) -> int:
 
 
 def clear(argv: list[str]) -> int:
-    """Clear a halted run, so that it may start again."""
+    """Clear a halted run, so that it may start again; 1 where another shard of the daemon halts it too, or that is unknown."""
     parser = argparse.ArgumentParser(
         prog="isoexec clear",
-        description="Clear the halt marker of a run, so that it may start again. Look at the cause first.",
+        description="Clear the halt marker of a run, so that it may start again. Look at the cause first. Each shard of a "
+        "daemon has markers of its own, and so has each host of the job: those of shards that are left are named.",
     )
     parser.add_argument("run", metavar="RUN", help="name of the run")
     _state_option(parser)
     args, code = _parsed(parser, argv)
     if args is None:
         return code
-    folder = _folder(_state(args), args.run)
+    state = _state(args)
+    folder = _folder(state, args.run)
     marker = HaltMarker.read(folder)
+    shard = noted_shard(state)
+    here = f" by shard {shard}" if shard else ""
     if marker is None:
-        print(f"{args.run} is not halted")
-        return 0
-    HaltMarker.clear(folder)
-    print(f"cleared {args.run}, which was halted: {marker}")
-    return 0
+        print(f"{args.run} is not halted{here}")
+    else:
+        HaltMarker.clear(folder)
+        print(f"cleared {args.run}, which was halted{here}: {marker}")
+    left = list(_left(state, args.run)) if shard else []
+    for line in left:
+        print(line)
+    return 1 if left else 0
+
+
+def _left(state: StateDirectory, run: str) -> Iterator[str]:
+    answer = ask(state, "/api/v1/runs")
+    if answer is None or "shards" not in answer:
+        yield (
+            f"the daemon here does not answer: whether another shard halts {run} is unknown; `isoexec status {run}` on the "
+            f"host of any shard that runs says it"
+        )
+    else:
+        yield from others_that_halt(answer["shards"], run)
 
 
 def mode(argv: list[str]) -> int:

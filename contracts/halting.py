@@ -398,6 +398,11 @@ class StateDirectory:
         return self.path / "journal.sqlite"
 
     @property
+    def shard(self) -> Path:
+        """Names which shard the daemon of this directory is, such as 0/2, or was when it last ran; not there for one alone."""
+        return self.path / "shard"
+
+    @property
     def daemon(self) -> Path:
         """The daemon's own note: pid, http address, version, start."""
         return self.path / "daemon.json"

@@ -25,6 +25,7 @@ from isoexec.contracts.wire import Logprobs
 __all__ = [
     "BEAT_SECONDS",
     "COUNT_KEY",
+    "HALTED_LIMIT",
     "LEADER_KEY",
     "SHARDS_LIMIT",
     "TOKEN_ARRAYS",
@@ -45,6 +46,7 @@ BEAT_SECONDS = 0.5
 TTL_SECONDS = 3.0
 """How long a word holds that is not renewed."""
 SHARDS_LIMIT = 1024
+HALTED_LIMIT = 128
 TOKEN_ARRAYS = ("logprobs", "tokens")
 """The arrays of a logprobs message that hold one value a token; the others hold one a sequence."""
 COUNT_KEY = "shards"
@@ -121,14 +123,21 @@ class Standing:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardWord:
-    """What one shard says: of every run that it watches, and under which start (`boot`) it says so."""
+    """What one shard says: of every run that it watches, and under which start (`boot`) it says so.
+
+    `halted` are the runs that a halt marker in its state directory keeps from starting, whether it watches them or not, with
+    step, rule and cause in words: the newest `HALTED_LIMIT`.
+    """
 
     boot: str
     runs: Mapping[str, Standing] = field(default_factory=dict)
+    halted: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         runs = {name: one.to_dict() for name, one in self.runs.items()}
-        return json.dumps({"boot": self.boot, "runs": runs}, sort_keys=True).encode()
+        return json.dumps(
+            {"boot": self.boot, "runs": runs, "halted": dict(self.halted)}, sort_keys=True
+        ).encode()
 
     @classmethod
     def decode(cls, raw: bytes) -> ShardWord:
@@ -138,6 +147,7 @@ class ShardWord:
             lambda found: cls(
                 boot=str(found["boot"]),
                 runs={str(k): Standing.from_dict(v) for k, v in found["runs"].items()},
+                halted={str(k): str(v) for k, v in found.get("halted", {}).items()},
             ),
         )
 

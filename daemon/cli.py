@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 
+from isoexec.contracts.asking import ask, noted_shard, shard_lines
 from isoexec.contracts.errors import IsoExecError
 from isoexec.contracts.halting import StateDirectory, default_state_dir
 from isoexec.contracts.rules import load_rules
@@ -154,7 +155,11 @@ async def _serve(config: Config) -> int:
     web = asyncio.create_task(server.run_on(bound))
     while not server.started and not web.done():
         await asyncio.sleep(0.005)
-    service.place.note(address, tcp=":".join(map(str, tcp.getsockname()[:2])) if tcp else None)
+    service.place.note(
+        address,
+        tcp=":".join(map(str, tcp.getsockname()[:2])) if tcp else None,
+        shard=f"{config.shard}/{config.shards}" if service.stream is not None else None,
+    )
     print(f"isoexec daemon: {address}, state in {config.state_dir}", flush=True)
     stopping = asyncio.create_task(stop.wait())
     failing = asyncio.create_task(service.stream_failed())
@@ -175,9 +180,13 @@ def status(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args(argv)
     state = StateDirectory(chosen.state_dir or default_state_dir())
-    rows = _ask(state)
-    alive = rows is not None
-    if rows is None:
+    answer = ask(state, "/api/v1/runs")
+    alive = answer is not None
+    shards = answer.get("shards") if answer is not None else None
+    if answer is not None:
+        rows = answer["runs"]
+        rows += [{"run": run, "elsewhere": True} for run in _only_elsewhere(rows, shards)]
+    else:
         try:
             journal = Journal.open(state.journal)
         except JournalError as error:
@@ -191,37 +200,44 @@ def status(argv: Sequence[str] | None = None) -> int:
             print(f"isoexec status: no run {chosen.run!r} was ever watched here", file=sys.stderr)
             return 2
     if chosen.json:
-        print(json.dumps({"daemon": "alive" if alive else "dead", "runs": rows}, indent=1, sort_keys=True))
+        told = {"daemon": "alive" if alive else "dead", "runs": rows}
+        print(json.dumps(told | ({"shards": shards} if shards else {}), indent=1, sort_keys=True))
     else:
-        _tell(state, rows, alive=alive)
-    bad = any(row["halted"] or row["outcome"] == "violation" for row in rows)
-    return 1 if bad else 0
+        _tell(state, rows, shards, alive=alive)
+    bad = any(row.get("halted") or row.get("outcome") == "violation" for row in rows)
+    return 1 if bad or any(_halted_elsewhere(row["run"], shards) for row in rows) else 0
 
 
-def _ask(state: StateDirectory) -> list[dict[str, Any]] | None:
-    """Give the runs as the daemon tells them; None where it does not answer."""
-    import http.client
-
-    try:
-        note = json.loads(state.daemon.read_text(encoding="utf-8"))
-        address = str(note["http"]).removeprefix("http://")
-        connection = http.client.HTTPConnection(address, timeout=3)
-        connection.request("GET", "/api/v1/runs")
-        answer = connection.getresponse()
-        body = json.loads(answer.read())
-        connection.close()
-        rows = body["runs"]
-    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
-        return None
-    return rows if isinstance(rows, list) else None
+def _only_elsewhere(rows: list[dict[str, Any]], shards: dict[str, Any] | None) -> list[str]:
+    """Give the runs that other shards speak of and this one has never seen."""
+    words = shards["words"] if shards is not None else ()
+    said = {run for word in words for run in (*word["runs"], *word["halted"])}
+    return sorted(said - {row["run"] for row in rows})
 
 
-def _tell(state: StateDirectory, rows: list[dict[str, Any]], *, alive: bool) -> None:
+def _halted_elsewhere(run: str, shards: dict[str, Any] | None) -> bool:
+    if shards is None:
+        return False
+    joint = shards["verdicts"].get(run)
+    return any(run in word["halted"] for word in shards["words"]) or bool(joint and joint["state"] == "HALT")
+
+
+def _tell(
+    state: StateDirectory, rows: list[dict[str, Any]], shards: dict[str, Any] | None, *, alive: bool
+) -> None:
     if not alive:
         print(f"The daemon of {state.path} does not answer; this is what its journal and the markers say.")
+        if shard := noted_shard(state):
+            print(
+                f"It was shard {shard}: what the others say is unknown here; ask `isoexec status` on the host of one."
+            )
     if not rows:
         print("No run has said hello yet.")
     for row in rows:
+        if row.get("elsewhere"):
+            print(f"{row['run']}: never seen by this shard")
+            _tell_shards(shards, row["run"])
+            continue
         standing = "HALTED" if row["halted"] else row["outcome"]
         age = row.get("last_window")
         when = f", last window {time.time() - age:.0f} s ago" if age else ""
@@ -245,6 +261,12 @@ def _tell(state: StateDirectory, rows: list[dict[str, Any]], *, alive: bool) -> 
             marker = row["marker"]
             print(f"  halted at step {marker['step']} by {marker['rule']}: {marker['cause']}")
             print(f"  isoexec clear {row['run']}  lets it start again")
+        _tell_shards(shards, row["run"])
+
+
+def _tell_shards(shards: dict[str, Any] | None, run: str) -> None:
+    for line in shard_lines(shards, run) if shards is not None else ():
+        print(f"  {line}")
 
 
 def _tell_modes(row: dict[str, Any]) -> None:

@@ -63,7 +63,8 @@ def application(service: Service) -> Starlette:
         return JSONResponse(found, status_code=200 if ready else 503)
 
     async def runs(_: Request) -> Response:
-        return JSONResponse({"runs": runs_view(state, journal)})
+        shards = {"shards": service.stream.view()} if service.stream is not None else {}
+        return JSONResponse({"runs": runs_view(state, journal), **shards})
 
     async def run(request: Request) -> Response:
         found = run_view(state, journal, request.path_params["run"])

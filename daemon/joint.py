@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -70,6 +70,24 @@ class Joint:
         """Shards whose word is not too old, this one among them."""
         return sum(age <= TTL_SECONDS for _, age in self._words().values())
 
+    def view(self) -> dict[str, Any]:
+        """Give what is known of every shard, and the joined verdicts, as plain data; ages in seconds of this clock."""
+        words = self._words()
+        rows = []
+        for shard in range(self._count):
+            word, age = words.get(shard, (ShardWord(boot=""), None))
+            rows.append(
+                {
+                    "shard": shard,
+                    "silent_seconds": age,
+                    "heard": age is not None and age <= TTL_SECONDS,
+                    "runs": {run: one.to_dict() for run, one in word.runs.items()},
+                    "halted": dict(word.halted),
+                }
+            )
+        joined = {run: one.to_dict() for run, one in join(words, self._count).items()}
+        return {"shard": self._shard, "count": self._count, "words": rows, "verdicts": joined}
+
     async def claim(self, bucket: KeyValue, wait: Callable[[float], object]) -> None:
         """Begin to speak for the shard. Raises ShardTakenError while another daemon does.
 
@@ -85,9 +103,11 @@ class Joint:
                 )
         self._own = found.revision if found is not None else 0
 
-    async def beat(self, bucket: KeyValue, runs: Mapping[str, Standing]) -> None:
+    async def beat(
+        self, bucket: KeyValue, runs: Mapping[str, Standing], halted: Mapping[str, str] | None = None
+    ) -> None:
         """Renew this shard's word, hear the others, and lead where nobody does."""
-        await self._speak(bucket, runs)
+        await self._speak(bucket, runs, halted or {})
         for shard in range(self._count):
             await self._look(bucket, shard_key(shard))
         await self._lead(bucket)
@@ -100,10 +120,10 @@ class Joint:
         if self.leads:
             await bucket.delete(LEADER_KEY, last=self._leading)
 
-    async def _speak(self, bucket: KeyValue, runs: Mapping[str, Standing]) -> None:
+    async def _speak(self, bucket: KeyValue, runs: Mapping[str, Standing], halted: Mapping[str, str]) -> None:
         from nats.js.errors import KeyWrongLastSequenceError
 
-        key, word = shard_key(self._shard), ShardWord(boot=self._boot, runs=runs).encode()
+        key, word = shard_key(self._shard), ShardWord(boot=self._boot, runs=runs, halted=halted).encode()
         try:
             self._own = await self._write(bucket, key, word, self._own)
         except KeyWrongLastSequenceError:

@@ -55,12 +55,17 @@ class Place:
         await use(self.listen())
         _log.critical("the socket was gone; made anew", path=str(self.state.socket))
 
-    def note(self, http: str | None, tcp: str | None = None) -> None:
+    def note(self, http: str | None, tcp: str | None = None, shard: str | None = None) -> None:
         """Write down where this daemon is found."""
         draft = self.state.path / ".daemon.json"
         found = {"pid": os.getpid(), "http": http, "version": package_version(), "started": self.started}
         if tcp:
             found["tcp"] = tcp
+        # it stays when the daemon goes: whoever clears a run has to know that there are others
+        if shard:
+            self.state.shard.write_text(shard + "\n", encoding="utf-8")
+        else:
+            self.state.shard.unlink(missing_ok=True)
         draft.write_text(json.dumps(found, sort_keys=True) + "\n", encoding="utf-8")
         draft.replace(self.state.daemon)
 

@@ -47,6 +47,7 @@ from isoexec.daemon.statistics import prepare
 from isoexec.daemon.stream import Stream
 from isoexec.daemon.verify import Findings
 from isoexec.daemon.version import package_version
+from isoexec.daemon.views import halted_runs
 from isoexec.daemon.window import StepBuilder
 
 __all__ = ["Service"]
@@ -88,6 +89,8 @@ class Service:
         self.ready = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._markers_at = 0.0
+        self.halted: dict[str, str] = {}
+        """Runs that a marker of this directory keeps from starting, for the other shards to tell."""
         self._clock = FairClock(time.monotonic())
         self.metrics.before_scrape(self._measure)
 
@@ -241,7 +244,10 @@ class Service:
             )
         marker = HaltMarker.read(directory.path)
         if marker is not None and read_mode(self.state, hello.run).mode is not Mode.OFF:
-            return refusal(hello, str(marker))
+            where = (
+                f" It is halted by shard {self.config.shard} of {self.config.shards}." if self.stream else ""
+            )
+            return refusal(hello, str(marker) + where)
         if problem := self._unfit(connection, hello):
             return refusal(hello, problem)
         now = time.monotonic()
@@ -527,6 +533,8 @@ class Service:
 
     def _look_at_markers(self) -> None:
         """See markers that others wrote (a guard that failed closed) or cleared."""
+        if self.stream is not None:
+            self.halted = halted_runs(self.state)
         for run in self.runs.values():
             there = HaltMarker.read(self.state.run(run.name).path)
             if there is not None and not run.halted:

@@ -62,6 +62,7 @@ class Host(Protocol):
     metrics: Metrics
     keeper: LeaseKeeper
     runs: dict[str, Run]
+    halted: dict[str, str]
 
     def process(self, connection: Connection, message: Message, frame: Frame | None = None) -> None: ...
     def malformed(self, connection: Connection, error: WireError) -> None: ...
@@ -133,6 +134,10 @@ class Stream:
     def heard(self) -> int:
         """Shards that are heard."""
         return self._joint.heard if self.connected else 0
+
+    def view(self) -> dict[str, Any]:
+        """Give what all shards say; what can no longer be heard grows old in it."""
+        return self._joint.view()
 
     def _accounts(self) -> list[Accounts]:
         return [run.accounts for run in self._host.runs.values() if run.accounts is not None]
@@ -517,7 +522,7 @@ class Stream:
             start = time.monotonic()
             try:
                 async with asyncio.timeout(TTL_SECONDS):
-                    await self._joint.beat(bucket, self._host.keeper.standings())
+                    await self._joint.beat(bucket, self._host.keeper.standings(), self._host.halted)
                 failing = 0.0
             except ShardTakenError as error:
                 self._fail(error)

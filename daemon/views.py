@@ -6,17 +6,37 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from isoexec.contracts.detail import BREAKDOWNS
 from isoexec.contracts.halting import HaltMarker, StateDirectory
 from isoexec.contracts.modes import Mode, ModeSetting, read_mode
 from isoexec.contracts.rules import Rule
+from isoexec.contracts.shards import HALTED_LIMIT
 from isoexec.contracts.window import PairStats, Window
 from isoexec.daemon.journal import Journal
 from isoexec.daemon.judge import run_outcome
 
-__all__ = ["run_summary", "run_view", "runs_view"]
+__all__ = ["halted_runs", "run_summary", "run_view", "runs_view"]
+
+_SHOWN = 500
+"""Characters of why a run is halted that other shards are told."""
+
+
+def halted_runs(state: StateDirectory) -> dict[str, str]:
+    """Give the runs that a marker keeps from starting, the newest `HALTED_LIMIT`, with why in words."""
+    written: dict[str, float] = {}
+    for name in state.runs():
+        with suppress(OSError):
+            written[name] = state.run(name).marker.stat().st_mtime
+    newest = sorted(written, key=lambda name: -written[name])[:HALTED_LIMIT]
+    found = {name: HaltMarker.read(state.run(name).path) for name in newest}
+    return {
+        name: f"at step {one.step} by {one.rule}: {one.cause}"[:_SHOWN]
+        for name, one in found.items()
+        if one is not None
+    }
 
 
 def run_summary(state: StateDirectory, journal: Journal, row: dict[str, Any]) -> dict[str, Any]:

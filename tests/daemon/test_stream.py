@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import signal
 import sqlite3
 import time
@@ -20,8 +21,10 @@ import xxhash
 
 from isoexec.contracts import wire
 from isoexec.contracts.broker import Broker, BrokerError
+from isoexec.contracts.cli_halting import clear, halt
 from isoexec.contracts.halting import LeaseState
 from isoexec.contracts.shards import LEADER_KEY, TTL_SECONDS, Standing, verdict_key
+from isoexec.daemon.cli import status
 from isoexec.daemon.config import Config
 from isoexec.daemon.jetstream import make_stream
 from isoexec.daemon.joint import Joint, ShardTakenError
@@ -412,3 +415,61 @@ def test_what_waits_with_the_server_is_measured(nats_server: Callable[..., Any],
 
     asyncio.run(play())
     assert metrics.get("stream_frames_waiting") == 3
+
+
+def test_status_tells_every_shard_and_clear_names_those_that_still_halt(
+    nats_server: Callable[..., Any],
+    shard: Callable[..., Any],
+    jobs: list[Job],
+    tmp_path: Path,
+    wait_until: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server = nats_server()
+    daemons = [shard(server, index, 2) for index in range(2)]
+    places = [["--state-dir", str(one.state_dir), RUN] for one in daemons]
+    job = Job(tmp_path / "job", broker(server))
+    jobs.append(job)
+    job.step(0)
+    job.flush()
+    settled(daemons, ROWS * LENGTH, wait_until)
+
+    def told(command: Callable[[list[str]], int], place: int, *flags: str) -> tuple[int, str]:
+        capsys.readouterr()
+        code = command([*places[place], *flags])
+        return code, capsys.readouterr().out
+
+    def comes(command: Callable[[list[str]], int], wanted: str, code: int = 1) -> None:
+        def has_come() -> bool:
+            time.sleep(0.3)  # a shard's word is renewed twice a second
+            found, text = told(command, 0)
+            return found == code and re.search(wanted, text) is not None
+
+        wait_until(has_come, wanted, 60)
+
+    comes(status, "all 2 shards: (ok|warn)", 0)
+    assert told(clear, 0) == (0, f"{RUN} is not halted by shard 0/2\n")
+
+    assert halt([*places[1], "--reason", "it drifts"]) == 0
+    comes(status, "all 2 shards: halt by operator")
+    comes(status, "shard 1 of 2: halt by operator")
+    code, text = told(status, 0)
+    assert code == 1
+    assert "shard 0 of 2, asked here: " in text
+    assert "it drifts" in text
+    assert RUN in json.loads(told(status, 0, "--json")[1])["shards"]["words"][1]["halted"]
+    code, text = told(clear, 0)
+    assert code == 1
+    assert f"shard 1 of 2 halts {RUN}, at step -1 by operator" in text
+    assert f"run `isoexec clear {RUN}` on its host" in text
+    code, text = told(clear, 1)
+    assert (code, text.startswith(f"cleared {RUN}, which was halted by shard 1/2")) == (0, True)
+    comes(clear, "is not halted", 0)
+
+    daemons[1].kill()
+    comes(status, "shard 1 of 2: unknown, silent for")
+    code, text = told(clear, 0)
+    assert code == 1
+    assert f"shard 1 of 2 is not heard: whether it halts {RUN} is unknown" in text
+    assert "the daemon here does not answer" in told(clear, 1)[1]
+    assert "It was shard 1/2: what the others say is unknown here" in told(status, 1)[1]
