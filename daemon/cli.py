@@ -6,15 +6,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import logging
+import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import structlog
 
 from isoexec.contracts.asking import ask, noted_shard, shard_lines
 from isoexec.contracts.errors import IsoExecError
@@ -51,6 +49,9 @@ def run(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log", choices=("json", "console"), default=None)
     parser.add_argument("--config", type=Path, default=None, help="YAML file of settings; flags win")
     chosen = parser.parse_args(argv)
+    # imported here: `status` and `check` need no web server
+    from isoexec.daemon.running import log_as
+
     try:
         host, port = _address(chosen.http, "--http")
         tcp_host, tcp_port = _address(chosen.tcp, "--tcp")
@@ -68,7 +69,7 @@ def run(argv: Sequence[str] | None = None) -> int:
             shards=shards,
             **_state(chosen),
         )
-        _logging(config.log)
+        log_as(config.log)
         keep_freed()
         return asyncio.run(_serve(config))
     except IsoExecError as error:
@@ -114,62 +115,18 @@ def _share(text: str | None) -> tuple[int | None, int | None]:
     return int(shard), int(shards)
 
 
-def _logging(form: str) -> None:
-    renderer: Any = (
-        structlog.processors.JSONRenderer()
-        if form == "json"
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-    )
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info if form == "json" else _as_it_is,
-            renderer,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
-
-
-def _as_it_is(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    return event
-
-
 async def _serve(config: Config) -> int:
-    # imported here: `status` and `check` need no web server
-    from isoexec.daemon.http import HttpServer, bind
-    from isoexec.daemon.service import Service
+    from isoexec.daemon.running import Running
 
-    service = Service(config)
-    bound = bind(config.http_host, config.http_port)
-    host, port = bound.getsockname()[:2]
-    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    server = HttpServer(service)
     stop = asyncio.Event()
-    service.install_signals(stop)
-    tcp = bind(config.tcp_host, config.tcp_port) if config.tcp_host else None
-    await service.start(tcp)
-    web = asyncio.create_task(server.run_on(bound))
-    while not server.started and not web.done():
-        await asyncio.sleep(0.005)
-    service.place.note(
-        address,
-        tcp=":".join(map(str, tcp.getsockname()[:2])) if tcp else None,
-        shard=f"{config.shard}/{config.shards}" if service.stream is not None else None,
-    )
-    print(f"isoexec daemon: {address}, state in {config.state_dir}", flush=True)
-    stopping = asyncio.create_task(stop.wait())
-    failing = asyncio.create_task(service.stream_failed())
-    await asyncio.wait({stopping, web, failing}, return_when=asyncio.FIRST_COMPLETED)
-    failed = web.done() or failing.done()
-    failing.cancel()
-    server.stop()
-    await service.close()
-    await web
-    return 1 if failed else 0
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    running = await Running.start(config)
+    print(f"isoexec daemon: {running.address}, state in {config.state_dir}", flush=True)
+    well = await running.wait(stop)
+    await running.close()
+    return 0 if well else 1
 
 
 def status(argv: Sequence[str] | None = None) -> int:

@@ -138,15 +138,21 @@ class LeaseKeeper:
         marker.write(self._state.run(marker.run).path)
         self.set(marker.run, LeaseState.HALT, policy, step=marker.step, rule=marker.rule, cause=marker.cause)
 
-    def standings(self) -> dict[str, Standing]:
-        """Give what is said of every run, but for leases that are only taken up for a moment; a halt stands."""
+    @property
+    def renews(self) -> bool:
+        """Whether the main loop has shown life: no lease is renewed while it has not."""
+        return time.monotonic() - self._alive_at <= LOOP_STALL_SECONDS
+
+    def standings(self, *, resumed: bool = False) -> dict[str, Standing]:
+        """Give what is said of every run; of leases that are only taken up for a moment with `resumed`, or to halt."""
+        now = time.monotonic()
         with self._lock:
             return {
                 run: Standing(
                     state=one.state, policy=one.policy, step=one.step, rule=one.rule, cause=one.cause
                 )
                 for run, (_, one) in self._pages.items()
-                if one.until == float("inf") or one.state is LeaseState.HALT
+                if one.until == float("inf") or one.state is LeaseState.HALT or (resumed and now < one.until)
             }
 
     def release(self, run: str) -> None:
@@ -168,7 +174,7 @@ class LeaseKeeper:
 
     def _renew_all(self) -> None:
         while not self._stop.wait(RENEW_SECONDS):
-            if time.monotonic() - self._alive_at > LOOP_STALL_SECONDS:
+            if not self.renews:
                 continue
             with self._lock:
                 for page, standing in self._pages.values():

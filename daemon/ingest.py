@@ -35,7 +35,7 @@ from isoexec.daemon.peers import (
 )
 from isoexec.daemon.receive import Receiver
 
-__all__ = ["Connection", "Ingest", "Writer"]
+__all__ = ["Connection", "Ingest", "Reader", "Writer"]
 
 _log = structlog.get_logger("isoexec.daemon")
 
@@ -47,6 +47,13 @@ _STRANGERS = 128
 _EACH_MESSAGES = 4
 """Messages of one stream that wait to be processed, at most: a hello waits behind those of every stream."""
 _MESSAGE_BYTES = 512  # what a message costs beside its arrays
+
+
+class Reader(Protocol):
+    """What a peer says."""
+
+    async def read_into(self, room: memoryview) -> int:
+        """Wait for bytes and write them to `room`, as many as came; 0 at the end. Raises OSError."""
 
 
 class Writer(Protocol):
@@ -262,7 +269,7 @@ class Ingest:
         if not peer_admitted(uid):
             self._turn_away(writer, "peer", pid=pid, uid=uid, wanted=f"uid {os.geteuid()} or root")
             return
-        await self._serve(stream, Connection(pid=pid, writer=writer, peer=f"process {pid}"))
+        await self.serve(stream, Connection(pid=pid, writer=writer, peer=f"process {pid}"))
 
     async def _serve_tcp(self, stream: Receiver) -> None:
         writer = stream.transport
@@ -281,9 +288,10 @@ class Ingest:
         if not admitted:
             self._turn_away(writer, "token", host=host, wanted="proof of the token in tcp_token")
             return
-        await self._serve(stream, Connection(pid=0, writer=writer, peer=f"host {host}"))
+        await self.serve(stream, Connection(pid=0, writer=writer, peer=f"host {host}"))
 
-    async def _serve(self, stream: Receiver, connection: Connection) -> None:
+    async def serve(self, stream: Reader, connection: Connection) -> None:
+        """Take the frames of one stream until it ends, or is closed for what it says."""
         config = self._config
         if len(self.connections) >= config.max_connections:
             self._turn_away(
@@ -320,7 +328,7 @@ class Ingest:
             connection.waiting_messages += 1
             self._queue.put_nowait((connection, None, 0))
 
-    async def _read(self, stream: Receiver, connection: Connection, frames: FrameReader) -> int:
+    async def _read(self, stream: Reader, connection: Connection, frames: FrameReader) -> int:
         """Take the next bytes in, give how many, 0 at the end. Raises WireError for a peer that keeps the daemon waiting."""
         config = self._config
         if not connection.hellos:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import signal
 import socket
 import time
 from contextlib import suppress
@@ -67,7 +66,11 @@ class Service:
         self.place = Place(self.state)
         # a rules file that cannot be read stops the start, not the first run
         rules_for(REGIMES[0], config.rules)
-        self.journal = Journal.create(self.state.journal)
+        try:
+            self.journal = Journal.create(self.state.journal)
+        except BaseException:
+            self.place.leave()
+            raise
         self.metrics = Metrics(version=package_version())
         self.keeper = LeaseKeeper(self.state)
         self.enforcer = Enforcer(config, self.state, self.journal, self.keeper, self.metrics, self._spawn)
@@ -586,8 +589,3 @@ class Service:
         self.metrics.end_run(run.name)
         del self.runs[run.name]
         _log.info("run expired", run=run.name)
-
-    def install_signals(self, stop: asyncio.Event) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)

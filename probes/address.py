@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from isoexec.contracts.broker import Broker
 from isoexec.contracts.errors import IsoExecError
+from isoexec.contracts.ray import RayName
 from isoexec.contracts.tokens import CHALLENGE_BYTES, prove, read_token
 
 __all__ = ["Address", "address_from_env"]
@@ -42,8 +43,8 @@ class Address:
             parts, host, port = urlsplit(""), None, None
         if parts.scheme not in ("tcp", "tls") or not host or not port or parts.path.strip("/"):
             raise IsoExecError(
-                f"ISOEXEC_DAEMON: wanted tcp://HOST:PORT, tls://HOST:PORT, nats://HOST:PORT/NAME "
-                f"or nats+tls://HOST:PORT/NAME, found {text!r}"
+                f"ISOEXEC_DAEMON: wanted tcp://HOST:PORT, tls://HOST:PORT, nats://HOST:PORT/NAME, "
+                f"nats+tls://HOST:PORT/NAME or ray://NAMESPACE/NAME, found {text!r}"
             )
         if token is None:
             raise IsoExecError(f"ISOEXEC_TOKEN_FILE: unset, and {text} asks for a token; name its file")
@@ -85,8 +86,8 @@ class Address:
         return stream
 
 
-def address_from_env() -> Address | Broker | None:
-    """ISOEXEC_DAEMON (see `Address` and `Broker`), ISOEXEC_TOKEN_FILE, ISOEXEC_NATS_USER_FILE and ISOEXEC_TLS_CA.
+def address_from_env() -> Address | Broker | RayName | None:
+    """ISOEXEC_DAEMON (see `Address`, `Broker`, `RayName`), ISOEXEC_TOKEN_FILE, ISOEXEC_NATS_USER_FILE, ISOEXEC_TLS_CA.
 
     None where ISOEXEC_DAEMON is unset: the unix socket of the state directory.
     """
@@ -99,4 +100,6 @@ def address_from_env() -> Address | Broker | None:
     )
     if text.startswith(("nats:", "nats+tls:")):
         return Broker.parse(text, "ISOEXEC_DAEMON", token=token, user=user, authority=authority)
+    if text.startswith("ray:"):
+        return RayName.parse(text, "ISOEXEC_DAEMON")
     return Address.parse(text, token=token, authority=authority)

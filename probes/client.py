@@ -29,6 +29,7 @@ from isoexec.contracts.broker import Broker
 from isoexec.contracts.diff import ABSENT, Difference
 from isoexec.contracts.errors import HandshakeError, IsoExecError
 from isoexec.contracts.halting import default_state_dir
+from isoexec.contracts.ray import RayName
 from isoexec.contracts.schema import Contract
 from isoexec.probes.address import Address, address_from_env
 from isoexec.probes.links import Link, StreamLink, TooLargeError, sequence_runs
@@ -64,7 +65,7 @@ class ProbeSettings:
     policy: str = "fail_open"
     contract: Contract | None = None
     contract_path: Path | None = None  # where the contract was read from, looked at at every attestation
-    address: Address | Broker | None = None  # None: the unix socket in state_dir
+    address: Address | Broker | RayName | None = None  # None: the unix socket in state_dir
 
     @classmethod
     def from_env(cls) -> ProbeSettings:
@@ -336,6 +337,10 @@ def _link(settings: ProbeSettings, source: str) -> Link:
         from isoexec.probes.nats_link import NatsLink
 
         return NatsLink(address, source)
+    if isinstance(address, RayName):
+        from isoexec.probes.ray_link import RayLink
+
+        return RayLink(address, source)
     return StreamLink(settings.state_dir, address)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stop a run at a step boundary when the daemon says so: every rank at the same step, after a checkpoint.
 
-The daemon says so in a page on its own host, or in a key of its NATS bucket (`isoexec.probes.verdicts`).
+The daemon says so in a page on its own host, in a key of its NATS bucket, or as a Ray actor (`isoexec.probes.verdicts`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a guard reads what the daemon says of its run: a page of this host, or a key of a NATS bucket.
+"""Where a guard reads what the daemon says of its run: a page of this host, a key of a NATS bucket, or a Ray actor.
 
 Another host's clock says nothing here: a verdict holds for `TTL_SECONDS` of this host's clock after it was asked for and found
 renewed. What is older, or cannot be had, is unknown.
@@ -13,11 +13,13 @@ from typing import Any, Protocol
 
 from isoexec.contracts.broker import Broker
 from isoexec.contracts.halting import Lease, LeaseError, LeasePage, LeaseState, StateDirectory
+from isoexec.contracts.ray import RayName, joined
 from isoexec.contracts.shards import BEAT_SECONDS, TTL_SECONDS, Standing, verdict_key
 from isoexec.probes.client import ProbeSettings
 from isoexec.probes.nats_link import BrokerThread
+from isoexec.probes.ray_link import ActorCalls
 
-__all__ = ["NatsVerdict", "VerdictSource", "open_verdict"]
+__all__ = ["NatsVerdict", "RayVerdict", "VerdictSource", "open_verdict"]
 
 _ASK_SECONDS = 1.0
 _FIRST_SECONDS = 10.0
@@ -37,6 +39,8 @@ def open_verdict(settings: ProbeSettings) -> VerdictSource:
     """Give the run's verdict. Raises LeaseError where nothing was ever said of the run."""
     if isinstance(settings.address, Broker):
         return NatsVerdict(settings.address, settings.run)
+    if isinstance(settings.address, RayName):
+        return RayVerdict(settings.address, settings.run)
     return LeasePage.open(StateDirectory(settings.state_dir).run(settings.run).lease)
 
 
@@ -53,14 +57,11 @@ def _lease(standing: Standing | None, at: float, why: str) -> Lease:
     )
 
 
-class NatsVerdict:
-    """The verdict's key, read by a thread every half second: the step reads memory."""
+class _Asked:
+    """A verdict that a thread asks for every half second: the step reads memory. Raises LeaseError where there is none."""
 
-    def __init__(self, broker: Broker, run: str) -> None:
-        self._broker = broker
-        self._key = verdict_key(run)
-        self._thread = BrokerThread(broker, f"guard of {run}")
-        self._last: tuple[int, Standing, float] | None = None
+    def __init__(self, where: str, run: str, hint: str) -> None:
+        self._last: tuple[Standing, float] | None = None
         self._why = "nothing was read yet"
         self._stop = threading.Event()
         self._first = threading.Event()
@@ -69,37 +70,61 @@ class NatsVerdict:
         if not self._first.wait(_FIRST_SECONDS):
             self.close()
             raise LeaseError(
-                f"wanted a verdict of run {run} at {broker}, found none in {_FIRST_SECONDS:.0f} s ({self._why}); do the shards "
-                f"run, and has this run said hello?"
+                f"wanted a verdict of run {run} at {where}, found none in {_FIRST_SECONDS:.0f} s ({self._why}); {hint}"
             )
 
     def fine(self) -> bool:
         last = self._last
         return (
             last is not None
-            and last[1].state in (LeaseState.OK, LeaseState.WARN)
-            and time.monotonic() - last[2] <= TTL_SECONDS
+            and last[0].state in (LeaseState.OK, LeaseState.WARN)
+            and time.monotonic() - last[1] <= TTL_SECONDS
         )
 
     def read(self) -> Lease:
         last = self._last
-        return _lease(last[1], last[2], "") if last is not None else _lease(None, 0.0, self._why)
+        return _lease(last[0], last[1], "") if last is not None else _lease(None, 0.0, self._why)
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.close()
 
     def _run(self) -> None:
         while not self._stop.is_set():
             asked = time.monotonic()
             try:
-                revision, raw = self._thread.call(self._get(), 2 * _ASK_SECONDS)
-                if self._last is None or revision != self._last[0]:
-                    self._last = (revision, Standing.decode(raw), asked)
+                if (found := self._ask()) is not None:
+                    self._last = (found, asked)
                     self._first.set()
             except Exception as error:  # noqa: BLE001 - whatever it is, the verdict grows old and is unknown
                 self._why = str(error) or repr(error)
             self._stop.wait(BEAT_SECONDS)
+
+    def _ask(self) -> Standing | None:
+        """Give what is said now; None where nobody has renewed it. Raises whatever it likes."""
+        raise NotImplementedError
+
+
+class NatsVerdict(_Asked):
+    """The verdict's key in the bucket."""
+
+    def __init__(self, broker: Broker, run: str) -> None:
+        self._broker = broker
+        self._key = verdict_key(run)
+        self._thread = BrokerThread(broker, f"guard of {run}")
+        self._revision = -1
+        super().__init__(str(broker), run, "do the shards run, and has this run said hello?")
+
+    def close(self) -> None:
+        super().close()
+        self._thread.close()
+
+    def _ask(self) -> Standing | None:
+        revision, raw = self._thread.call(self._get(), 2 * _ASK_SECONDS)
+        if revision == self._revision:
+            return None
+        found = Standing.decode(raw)
+        self._revision = revision
+        return found
 
     async def _get(self) -> tuple[int, bytes]:
         client = await self._thread.client(_ASK_SECONDS)
@@ -113,3 +138,19 @@ class NatsVerdict:
             stream = client.jetstream(timeout=_ASK_SECONDS)
             found = self._known = (client, await stream.key_value(self._broker.name))
         return found[1]
+
+
+class RayVerdict(_Asked):
+    """The daemon's actor: that it answers is what renews its word."""
+
+    def __init__(self, address: RayName, run: str) -> None:
+        joined(address)  # refused at once, and not found to be silent
+        self._calls = ActorCalls(address)
+        self._name = run
+        super().__init__(str(address), run, "does the daemon's actor run, and has this run said hello?")
+
+    def _ask(self) -> Standing | None:
+        raw = self._calls.call("standing", self._name, timeout=_ASK_SECONDS)
+        if raw is None:
+            raise LeaseError(f"the actor watches no run {self._name}")
+        return Standing.decode(raw)
