@@ -156,7 +156,7 @@ def _off(pair: PairStats, window: Window) -> bool:
 
 
 def _rho_off(pair: PairStats) -> bool:
-    return abs(pair.rho_z) > 5 and abs(pair.rho_mean - 1) > 5e-3
+    return abs(pair.rho_evidence) > 5 and abs(pair.rho_mean - 1) > 5e-3
 
 
 def _witness(window: Window) -> Iterator[Cause]:

@@ -142,10 +142,10 @@ def _unequal(pair: PairStats) -> float:
 
 
 def _rho_effect(pair: PairStats) -> float:
-    """Distance of E[rho] from 1 where the test is sure of it, z above 10; 0 elsewhere."""
-    if math.isnan(pair.rho_mean) or math.isnan(pair.rho_z):
+    """Distance of E[rho] from 1 where the test is sure of it, above 10 standard errors; 0 elsewhere."""
+    if math.isnan(pair.rho_mean) or math.isnan(pair.rho_evidence):
         return math.nan
-    return abs(pair.rho_mean - 1.0) if abs(pair.rho_z) > 10 else 0.0
+    return abs(pair.rho_mean - 1.0) if abs(pair.rho_evidence) > 10 else 0.0
 
 
 def _detailed(name: str, number: Number) -> Callable[[Window], Reading]:

@@ -129,6 +129,12 @@ class PairStats:
         return ":".join(self.pair)
 
     @property
+    def rho_evidence(self) -> float:
+        """Standard errors by which E[rho] is off 1: `rho_z_capped`, or `rho_z` where that test was not made."""
+        capped = self.detail.number("rho_z_capped") if self.detail is not None else math.nan
+        return self.rho_z if math.isnan(capped) else capped
+
+    @property
     def is_engine_pair(self) -> bool:
         """Whether both sides are the engine's own: the third witness."""
         return all(case.startswith("engine_") for case in self.pair)

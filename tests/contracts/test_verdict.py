@@ -278,10 +278,15 @@ def test_a_ratio_of_two_negligible_mismatches_is_not_a_violation() -> None:
 
 def test_rho_is_off_only_where_the_test_is_sure() -> None:
     unsure = window(pair(0.01, rho_mean=1.5, rho_z=4.0), regime="bf16_dense")
-    sure = window(pair(0.01, rho_mean=0.91, rho_z=-80.0, share_negative=1.0), regime="bf16_dense")
+    off: dict[str, Any] = {"rho_mean": 0.91, "rho_z": -80.0, "share_negative": 1.0}
+    heavy_tails = window(pair(0.01, **off), regime="bf16_dense")  # of the capped test, 0
+    sure = window(pair(0.01, **off, detail=PairDetail(numbers={"rho_z_capped": -80.0})), regime="bf16_dense")
+    of_old = window(pair(0.01, **off, detail=None), regime="bf16_dense")
     assert judge(unsure)["rho.halt"].outcome == "pass"
-    verdict = judge(sure)["rho.halt"]
-    assert (verdict.outcome, verdict.cause) == ("violation", "support_renormalised")
+    assert judge(heavy_tails)["rho.halt"].outcome == "pass"
+    for one in (sure, of_old):
+        verdict = judge(one)["rho.halt"]
+        assert (verdict.outcome, verdict.cause) == ("violation", "support_renormalised")
 
 
 def test_an_engine_that_disagrees_with_itself_is_blamed() -> None:

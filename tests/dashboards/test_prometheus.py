@@ -55,7 +55,7 @@ PAIR = PairStats(
     rho_z=30.0,
     histogram=tuple(range(len(HISTOGRAM_EDGES) + 1)),
     detail=PairDetail(
-        numbers=dict.fromkeys(NUMBERS, 0.5),
+        numbers=dict.fromkeys(NUMBERS, 0.5) | {"rho_z_capped": 30.0},
         buckets=tuple(
             Bucket(
                 by=by,

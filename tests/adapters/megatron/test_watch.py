@@ -18,7 +18,10 @@ from isoexec.adapters.megatron.watch import Watch
 from isoexec.contracts.errors import HandshakeError
 from isoexec.contracts.halting import HaltMarker, StateDirectory
 from isoexec.contracts.schema import Contract
+from isoexec.contracts.window import Window
+from isoexec.daemon.journal import Journal
 from isoexec.probes.client import Client, ProbeSettings
+from isoexec.probes.logprobs import LogprobTap, ScoredSequence
 
 pytestmark = pytest.mark.megatron
 
@@ -45,6 +48,63 @@ def daemon(tmp_path: Path) -> Iterator[Path]:
             process.terminate()
             process.wait(15)
             process.stdout.close()
+
+
+def test_a_pack_is_cut_into_the_sequences_that_the_engine_reported_each_with_its_place(
+    launch: Callable[..., Any], make: Callable[..., Any], contract: Contract, one: Any, daemon: Path
+) -> None:
+    edges, prompts, ids = [0, 5, 9, 16], [2, 1, 3], torch.arange(100, 118)  # two tokens of padding at the end
+    logprobs = -torch.rand(ids.numel(), generator=torch.Generator().manual_seed(0))
+
+    def train() -> list[int]:
+        settings = ProbeSettings(run="packed", state_dir=daemon, regime="bitwise", contract=contract)
+        engine, trainer = Client(settings, "engine"), Client(settings, "trainer")
+        for client in (engine, trainer):
+            client.connect(30)
+        LogprobTap(engine).record(
+            "engine_decode",
+            [
+                ScoredSequence(
+                    prompt=ids[at : at + prompt].tolist(),
+                    response=ids[at + prompt : end].tolist(),
+                    logprobs=logprobs[at + prompt : end].numpy(),
+                )
+                for at, end, prompt in zip(edges[:-1], edges[1:], prompts, strict=True)
+            ],
+            step=1,
+            weight_version=1,
+            logprobs_mode="processed_logprobs",
+        )
+        watch = Watch(make(one, torch.bfloat16, contract), trainer)
+        named: dict[str, Any] = {"step": 1, "weight_version": 1}
+        sent = [
+            watch.record_packed("trainer_score", ids, logprobs, prompts, torch.tensor(edges), **named),
+            watch.record_packed("trainer_fwd", ids, logprobs.double(), prompts, edges, **named),
+        ]
+        for client in (engine, trainer):
+            client.flush(30)
+            client.close()
+        return sent
+
+    assert launch(train) == [[10, 10]]
+    deadline = time.monotonic() + 60
+    while True:
+        journal = Journal.open(StateDirectory(daemon).journal)
+        rows = journal.windows("packed")
+        journal.close()
+        if rows:
+            break
+        assert time.monotonic() < deadline, "no window within 60 s"
+        time.sleep(0.2)
+    pairs = Window.from_dict(rows[0]["window"]).pairs
+    assert [(pair.pair[1], pair.tokens, pair.bitwise_equal, dict(pair.unpaired)) for pair in pairs] == [
+        ("trainer_fwd", 10, 10, {}),
+        ("trainer_score", 10, 10, {}),
+    ]
+    for pair in pairs:
+        assert pair.detail is not None
+        placed = {bucket.label: bucket.tokens for bucket in pair.detail.buckets if bucket.by == "pack_index"}
+        assert placed == {"0": 3, "1": 3, "2-3": 4}
 
 
 def test_a_contract_edited_between_two_syncs_stops_the_trainer_and_the_run_by_its_fields(
