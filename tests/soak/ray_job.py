@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job on real Ray with the daemon as its named actor: watched, halted by a broken bit, its daemon killed and started again.
 
-    PYTHONPATH=.src python tests/soak/ray_job.py      # needs ray and torch; starts a local cluster of its own
+    PYTHONPATH=.src python tests/soak/ray_job.py      # needs ray and torch; starts a local cluster of its own, of two nodes
+
+The ranks run on the node that the daemon is not on, with a state directory of their own; at the end it loses its node.
 
 Prints what was stopped, what the driver saw, and after how long; exit code 1 where anything else happened.
 """
@@ -14,6 +16,8 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +30,22 @@ from isoexec.contracts.ray import RayName, ray
 from isoexec.contracts.schema import Contract, library
 from isoexec.probes.client import Client, ProbeSettings
 
-ADDRESS = "ray://isoexec/daemon"
+ADDRESS, ELSEWHERE = "ray://isoexec/daemon", "ray://isoexec/elsewhere"
+SETTINGS = {"http_port": 0, "settle_seconds": 0.5, "window_seconds": 30.0, "quiet_seconds": 0.1}
 CASES = {"engine": "engine_decode", "trainer": "trainer_score"}
 
 
 class Rank:
     """One process of the job; the trainer holds the guard."""
 
-    def __init__(self, run: str, role: str, state_dir: str, policy: str) -> None:
+    def __init__(self, run: str, role: str, state_dir: str, policy: str, address: str) -> None:
         settings = ProbeSettings(
             run=run,
             state_dir=Path(state_dir),
             regime="bitwise",
             policy=policy,
             contract=Contract.load(library("qwen3-dense-cpu")),
-            address=RayName.parse(ADDRESS, "soak"),
+            address=RayName.parse(address, "soak"),
         )
         self.role = role
         self.client = Client(settings, role, versions={})
@@ -85,15 +90,18 @@ class Rank:
 
 
 class Soak:
-    def __init__(self, state_dir: str) -> None:
+    def __init__(self, folder: Path, cluster: Any, other: Any) -> None:
         self.ray = ray()
-        self.state_dir = state_dir
+        self.folder, self.cluster, self.other = folder, cluster, other
         self.wrong: list[str] = []
         self.rank = self.ray.remote(Rank)
 
-    def job(self, run: str, policy: str) -> dict[str, Any]:
-        made = self.rank.options(num_cpus=0)
-        return {role: made.remote(run, role, self.state_dir, policy) for role in CASES}
+    def make(self, run: str, role: str, policy: str, *, on: str = "other", address: str = ADDRESS) -> Any:
+        state_dir = str(self.folder / "ranks")
+        return self.rank.options(num_cpus=0, resources={on: 1}).remote(run, role, state_dir, policy, address)
+
+    def job(self, run: str, policy: str, **where: str) -> dict[str, Any]:
+        return {role: self.make(run, role, policy, **where) for role in CASES}
 
     def step(self, ranks: dict[str, Any], step: int, **how: Any) -> list[Any]:
         return list(self.ray.get([one.step.remote(step, **how) for one in ranks.values()]))
@@ -161,14 +169,7 @@ class Soak:
         from isoexec.daemon.ray_actor import launch
 
         begun = time.perf_counter()
-        actor = launch(
-            ADDRESS,
-            state_dir=self.state_dir,
-            http_port=0,
-            settle_seconds=0.5,
-            window_seconds=30.0,
-            quiet_seconds=0.1,
-        )
+        actor = launch(ADDRESS, state_dir=self.folder / "state", **SETTINGS)
         print(f"daemon's actor ready after {time.perf_counter() - begun:.1f} s", flush=True)
 
         ranks = self.job("bits", "fail_open")
@@ -181,11 +182,7 @@ class Soak:
         told = f"step {step}, {time.perf_counter() - broken_at:.2f} s: {cause}"
         self.expect("a broken bit halts at the driver", isinstance(cause, HaltedError), told)
         try:
-            self.ray.get(
-                self.rank.options(num_cpus=0)
-                .remote("bits", "engine", self.state_dir, "fail_open")
-                .end.remote()
-            )
+            self.ray.get(self.make("bits", "engine", "fail_open").end.remote())
             again = "it started"
         except self.ray.exceptions.RayError as error:
             again = str(error).splitlines()[-1][:160]
@@ -194,15 +191,29 @@ class Soak:
         for policy in ("fail_open", "fail_closed"):
             self.restart(actor, policy)
 
-        ranks = self.job("closed", "fail_closed")
+        self.lost(
+            "the actor is gone for good",
+            self.job("gone", "fail_closed"),
+            lambda: self.ray.kill(self.ray.get_actor("daemon", namespace="isoexec"), no_restart=True),
+        )
+        node = self.other.node_id
+        launch(ELSEWHERE, node=node, state_dir=self.folder / "elsewhere", **SETTINGS)
+        self.lost(
+            "the actor's node is gone",
+            self.job("node", "fail_closed", on="head", address=ELSEWHERE),
+            lambda: self.cluster.remove_node(self.other),
+        )
+
+    def lost(self, what: str, ranks: dict[str, Any], strike: Callable[[], object]) -> None:
+        """See that a run that fails closed halts once its daemon is lost."""
         self.step(ranks, 0)
-        self.ray.kill(self.ray.get_actor("daemon", namespace="isoexec"), no_restart=True)
-        killed = time.perf_counter()
+        strike()
+        struck = time.perf_counter()
         step, cause = self.run_until(ranks, 1, 60)
         self.expect(
-            "the actor is gone for good, fail_closed",
+            f"{what}, fail_closed",
             isinstance(cause, HaltedError) and "lease_lost" in str(cause),
-            f"step {step}, {time.perf_counter() - killed:.2f} s: {cause}",
+            f"step {step}, {time.perf_counter() - struck:.2f} s: {cause}",
         )
 
 
@@ -212,14 +223,20 @@ def main() -> int:
         # Ray writes a token under the home directory, which later clusters of the user would ask for
         os.environ.update(HOME=folder, RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0")
         module = ray()
-        module.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
-        soak = Soak(str(Path(folder) / "state"))
+        cluster_class = import_module("ray.cluster_utils").Cluster
+        node = {"num_cpus": 2, "object_store_memory": 100 << 20}
+        cluster = cluster_class(
+            initialize_head=True,
+            head_node_args=node | {"resources": {"head": 10}, "include_dashboard": False},
+        )
+        other = cluster.add_node(**node, resources={"other": 10})
+        module.init(address=cluster.address, log_to_driver=False)
+        soak = Soak(Path(folder), cluster, other)
         try:
             soak.go()
         finally:
-            with contextlib.suppress(Exception):
-                module.kill(module.get_actor("daemon", namespace="isoexec"))
             module.shutdown()
+            cluster.shutdown()
     return 1 if soak.wrong else 0
 
 
