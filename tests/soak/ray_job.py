@@ -31,7 +31,12 @@ from isoexec.contracts.schema import Contract, library
 from isoexec.probes.client import Client, ProbeSettings
 
 ADDRESS, ELSEWHERE = "ray://isoexec/daemon", "ray://isoexec/elsewhere"
-SETTINGS = {"http_port": 0, "settle_seconds": 0.5, "window_seconds": 30.0, "quiet_seconds": 0.1}
+SETTINGS: dict[str, Any] = {
+    "http_port": 0,
+    "settle_seconds": 0.5,
+    "window_seconds": 30.0,
+    "quiet_seconds": 0.1,
+}
 CASES = {"engine": "engine_decode", "trainer": "trainer_score"}
 
 
