@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from isoexec.contracts.halting import StateDirectory
+from isoexec.contracts.tokens import read_token
 
 __all__ = ["ask", "noted_shard", "others_that_halt", "shard_lines"]
 
@@ -25,14 +27,19 @@ def noted_shard(state: StateDirectory) -> str:
 
 
 def ask(state: StateDirectory, path: str) -> dict[str, Any] | None:
-    """Give what the daemon answers at a path of its API; None where it does not answer."""
+    """Give what the daemon answers at a path of its API; None where it does not answer.
+
+    Raises TokenError where the daemon asks for a token whose file cannot be read by who asks here.
+    """
     import http.client
 
     try:
         note = json.loads(state.daemon.read_text(encoding="utf-8"))
         address = str(note["http"]).removeprefix("http://")
         connection = http.client.HTTPConnection(address, timeout=_ASK_SECONDS)
-        connection.request("GET", path)
+        file = note.get("http_token")
+        token = {"Authorization": f"Bearer {read_token(Path(file)).decode()}"} if file else {}
+        connection.request("GET", path, headers=token)
         answer = connection.getresponse()
         found = json.loads(answer.read()) if answer.status == 200 else None
         connection.close()

@@ -55,12 +55,20 @@ class Place:
         await use(self.listen())
         _log.critical("the socket was gone; made anew", path=str(self.state.socket))
 
-    def note(self, http: str | None, tcp: str | None = None, shard: str | None = None) -> None:
-        """Write down where this daemon is found."""
+    def note(
+        self,
+        http: str | None,
+        tcp: str | None = None,
+        shard: str | None = None,
+        http_token: Path | None = None,
+    ) -> None:
+        """Write down where this daemon is found, and which file holds the token that its HTTP side asks for."""
         draft = self.state.path / ".daemon.json"
         found = {"pid": os.getpid(), "http": http, "version": package_version(), "started": self.started}
         if tcp:
             found["tcp"] = tcp
+        if http_token:
+            found["http_token"] = str(http_token.absolute())
         # it stays when the daemon goes: whoever clears a run has to know that there are others
         if shard:
             self.state.shard.write_text(shard + "\n", encoding="utf-8")

@@ -44,6 +44,7 @@ class Running:
                 address,
                 tcp=":".join(map(str, tcp.getsockname()[:2])) if tcp else None,
                 shard=f"{config.shard}/{config.shards}" if service.stream is not None else None,
+                http_token=config.http_token,
             )
         except BaseException:
             await service.close()

@@ -12,6 +12,10 @@ from typing import Any
 
 import pytest
 
+from isoexec.contracts import asking
+from isoexec.contracts.halting import StateDirectory
+from isoexec.contracts.tokens import TokenError
+
 TOKEN = "0123456789abcdef" * 2
 
 
@@ -55,6 +59,19 @@ def test_with_a_token_only_health_is_told_without_it(start: Callable[..., Any], 
         assert ask(daemon, path, Authorization=f"Basic {TOKEN}")[0] == 401
     assert ask(daemon, "/metrics", Authorization=f"Bearer {TOKEN}")[0] == 200
     assert ask(daemon, "/healthz")[0] == ask(daemon, "/readyz")[0] == 200
+
+
+def test_commands_on_its_host_have_the_token_and_name_one_that_they_may_not_read(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    state = StateDirectory(start(http_token=str(token)).state_dir)
+    assert asking.ask(state, "/api/v1/runs") is not None
+    token.unlink()
+    with pytest.raises(TokenError, match=str(token)):
+        asking.ask(state, "/api/v1/runs")
 
 
 def test_every_answer_forbids_scripts_and_sniffing(daemon: Any) -> None:
