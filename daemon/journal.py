@@ -85,7 +85,10 @@ class Journal:
         """Open for writing, making the file (0600) where there is none."""
         path.touch(mode=0o600, exist_ok=True)
         # a reader may hold the file for a moment; autocommit, so that each transaction below is explicit
-        database = sqlite3.connect(path, timeout=10.0, isolation_level=None)
+        try:
+            database = sqlite3.connect(path, timeout=10.0, isolation_level=None)
+        except sqlite3.Error as error:
+            raise JournalError(f"{path}: cannot be opened: {error}") from error
         try:
             found = database.execute("PRAGMA user_version").fetchone()[0]
             if found not in (0, _FORMAT):

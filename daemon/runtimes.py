@@ -107,7 +107,9 @@ class Runtime:
         return f"{self.kind} {self.job or self.address}"
 
     async def stop(self) -> str:
-        """Ask once and give the answer in a line; an answer that starts with ``failed`` was none. Never raises."""
+        """Ask once and give the answer in a line, never raises: it starts with ``asked``, with ``refused`` where the runtime
+        said that it will not, or with ``failed`` where what it does is not known.
+        """
         try:
             async with asyncio.timeout(self.timeout_seconds):
                 if self.kind == "slurm":
@@ -129,10 +131,10 @@ class Runtime:
         )  # fmt: skip
         if said == "asked: true":
             return f"asked: job {self.job} has spec.suspend true"
-        if said.startswith("failed: "):
+        if not said.startswith("asked: "):
             return said
         found = said.removeprefix("asked: ") or "nothing"
-        return f"failed: wanted spec.suspend true of job {self.job}, found {found}; Kubernetes has it from 1.21 on"
+        return f"refused: wanted spec.suspend true of job {self.job}, found {found}; Kubernetes has it from 1.21 on"
 
 
 async def _command(*argv: str) -> str:
@@ -150,7 +152,7 @@ async def _command(*argv: str) -> str:
         await process.wait()
         raise
     text = said.decode(errors="replace").strip()[:500]
-    return f"asked: {text}" if process.returncode == 0 else f"failed: exit {process.returncode}: {text}"
+    return f"asked: {text}" if process.returncode == 0 else f"refused: exit {process.returncode}: {text}"
 
 
 def _post(address: str, path: str, token: str, timeout: float) -> str:
@@ -171,4 +173,4 @@ def _post(address: str, path: str, token: str, timeout: float) -> str:
         text = answer.read(2000).decode(errors="replace").strip()[:500]
     finally:
         connection.close()
-    return f"asked: {answer.status} {text}" if answer.status < 300 else f"failed: {answer.status} {text}"
+    return f"asked: {answer.status} {text}" if answer.status < 300 else f"refused: {answer.status} {text}"

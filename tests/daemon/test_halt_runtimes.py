@@ -81,8 +81,8 @@ def test_slurm_and_kubernetes_are_asked_by_their_commands(commands: Path) -> Non
     assert stop(kind="kubernetes", job="train", namespace="rl") == "asked: job train has spec.suspend true"
     assert '{"spec":{"suspend":true}}' in commands.read_text().split("\n")
     # an API without the field takes the patch, drops it and says that all is well
-    assert stop(kind="kubernetes", job="old", namespace="rl").startswith("failed: wanted spec.suspend true")
-    assert stop(kind="slurm", job="bad") == "failed: exit 1: no such job"
+    assert stop(kind="kubernetes", job="old", namespace="rl").startswith("refused: wanted spec.suspend true")
+    assert stop(kind="slurm", job="bad") == "refused: exit 1: no such job"
     began = time.monotonic()
     assert stop(kind="slurm", job="hung", timeout_seconds=0.5) == "failed: no answer within 0.5 s"
     assert time.monotonic() - began < 5
@@ -115,7 +115,7 @@ def test_ray_and_vllm_are_asked_over_http(server: Server) -> None:
     assert server.asked == [("/api/jobs/raysubmit_1/stop", "{}"), ("/pause", "{}")]
     assert server.tokens == [None, None]
     server.status = 404
-    assert stop(kind="ray", job="gone", address=address).startswith("failed: 404")
+    assert stop(kind="ray", job="gone", address=address).startswith("refused: 404")
     server.delay = 1.0
     assert stop(kind="vllm", address=address, timeout_seconds=0.2).startswith("failed: ")
     assert stop(kind="vllm", address="http://127.0.0.1:9").startswith("failed: ")
@@ -183,6 +183,13 @@ def test_a_runtime_is_asked_between_term_and_kill_and_only_for_its_runs(server: 
         settings = Escalation(enabled=True, cooperative_seconds=0.0, runtime_seconds=0.1)
         asyncio.run(escalate([], settings, reports.append, runtimes=[runtime]))
         assert [one.stage for one in reports] == ["runtime", "unseen"]
+        # one that says no has nothing to be waited for
+        reports.clear()
+        server.status = 401
+        settings = Escalation(enabled=True, cooperative_seconds=0.0, runtime_seconds=30.0)
+        asyncio.run(escalate([], settings, reports.append, runtimes=[runtime]))
+        assert reports[0].answers[runtime.name].startswith("refused: 401")
+        assert reports[1].before_seconds < 30
     finally:
         process.kill()
         process.wait()

@@ -242,3 +242,8 @@ def test_killed_while_rows_move_everything_is_in_one_of_the_two(tmp_path: Path) 
         found = {step for one in (path, *archives(path)) if one.stat().st_size for step in steps_of(one)}
         assert set(range(1, said + 1)) <= found
     assert archives(path)
+
+
+def test_a_place_that_holds_no_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match="cannot be opened"):
+        Journal.create(tmp_path)

@@ -150,7 +150,7 @@ def run_case(name: str, folder: Path) -> Row:
         answers = " ".join(row.stages)
         if name == STOP and "asked: 200" not in answers:
             row.wrong.append("the job API was not asked")
-        if name == NO_TOKEN and "failed: 401" not in answers:
+        if name == NO_TOKEN and "refused: 401" not in answers:
             row.wrong.append("wanted a refusal")
         # an actor whose method has ended lives until Ray has taken the job down
         if stage.stopped(stage.pids(), 60) is None:
