@@ -6,6 +6,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -48,8 +49,14 @@ def contracts_for(arch: str, more: Sequence[Path | str] = ()) -> list[Contract]:
     """The shipped contracts of an arch, and others by path or shipped name; raises `ContractError` for what is no contract."""
     shipped = sorted(library().glob("*.yaml"))
     others = [Path(one) if Path(one).exists() else library(str(one)) for one in more]
-    found = {path.resolve(): Contract.load(path) for path in [*shipped, *others]}
+    found = {path.resolve(): _loaded(path, path.stat().st_mtime_ns) for path in [*shipped, *others]}
     return [contract for contract in found.values() if contract.arch == arch]
+
+
+@cache
+def _loaded(path: Path, written: int) -> Contract:
+    del written  # a file that was written again is read again
+    return Contract.load(path)
 
 
 def constants_of(function: str, contracts: Iterable[Contract]) -> list[dict[str, Value]]:
