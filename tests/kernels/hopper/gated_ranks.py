@@ -27,8 +27,8 @@ from isoexec.kernels.grouped_linear.hopper import table as grouped_table
 from isoexec.kernels.linear.hopper import chains, kernel, naive, products
 
 BF16 = torch.bfloat16
-LEAVES = {"block": 128, "vocab_leaves": 8}
-# sizes that eight ranks can share
+LEAVES = {"block": 128, "vocab_leaves": 16}
+# sizes that eight ranks can share; more leaves than ranks, each of three blocks: two or four make one tree however they are cut
 SHARED: dict[str, dict[str, Any]] = {
     "embedding": {},
     "grad_norm": {},
@@ -40,14 +40,22 @@ SHARED: dict[str, dict[str, Any]] = {
     "grouped_linear": {"SHARED": (8, 256, 48, 128), "PLANTED": (2, 16, 128), "FEW": 32},
     "linear": {
         "SHARED_WEIGHTS": ((256, 128),),
+        # two parts of two 16s for each of eight ranks, and so many numbers that rounding hides not all
+        "PLANTED": (64, 512, 1024),
         "SHARED_ROWS": (1, 8),
         "WEIGHT_ROWS": 8,
         "weights": lambda _: ((64, 128),),
     },
-    "logprobs": {"VOCABULARIES": (1024,), "SHARED": 8},
-    "linear_logprobs": {"SHARED_HEAD": (1024, 64), "QUICK_HEADS": ((1024, 64),), "SHARED": 8},
+    "logprobs": {"VOCABULARIES": (6144,), "SHARED": 8, "PLANTED": 1024},
+    "linear_logprobs": {"SHARED_HEAD": (6144, 64), "QUICK_HEADS": ((6144, 64),), "SHARED": 8},
+    "latent_attention": {"HEADS": (8,)},
 }
-CONSTANTS = {op: {**gated.CONSTANTS[op], **(LEAVES if "logprobs" in op else {})} for op in SHARED}
+CONSTANTS = {
+    op: {**gated.CONSTANTS[op], **(LEAVES if "logprobs" in op else {})}
+    for op in SHARED
+    if op in gated.CONSTANTS
+}
+CONSTANTS["latent_attention"] = {"kv_segment": 96}
 
 
 def product(
@@ -86,14 +94,14 @@ def ready(op: str) -> Any:
         gated.replace(grouped_table, weights=lambda: ((256, 48), (48, 128), (32, 64)))
         gated.replace(norms, RANKED={"SP": (128, 1, 24), "TP": (4, 1, 8, 16)}, DEGREES=(1, 2, 4, 8))
     if op not in _ready:
-        gate = gated.small(op)
+        gate = import_module("gated_latent").smaller() if op == "latent_attention" else gated.small(op)
         if op == "linear_logprobs":
             gated.replace(
                 import_module("isoexec.kernels.linear.hopper.table"),
-                tiles=lambda: {(1024, 64): ((8192, gated.HEAD_TILE),)},
+                tiles=lambda: {(6144, 64): ((8192, gated.HEAD_TILE),)},
             )
         for name in ("reference",):
-            if hasattr(gate, name) and op != "grouped_linear":
+            if hasattr(gate, name) and op not in ("grouped_linear", "latent_attention"):
                 setattr(gate, name, reference)
         for name, value in SHARED[op].items():
             gated.replace(gate, **{name: value})
