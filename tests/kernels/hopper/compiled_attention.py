@@ -9,7 +9,7 @@ from typing import Any
 
 from compiled import compiled  # type: ignore[import-not-found]
 
-from isoexec.kernels.attention.hopper import backward, kernel, reference, split, tiles
+from isoexec.kernels.attention.hopper import backward, kernel, ops, reference, split, tiles
 from isoexec.kernels.attention.hopper.naive import BLOCK, WINDOW_BLOCK
 
 
@@ -104,16 +104,16 @@ def main() -> None:
     types |= dict.fromkeys((*lengths, "v_page", "v_row", "v_head", "BLOCKS"), "i32")
     for D, keys in BLOCK.items():
         cut = {"KV": 8, "GROUP": 4, "CHAINS": 16, "D": D, "KEYS": keys, "WIDTH": 128, "MOST": 128, "PAGE": 16}
-        cut |= {"PER": 4, "COLUMNS": 32, "AHEAD": 4, "HARDWARE": True}
-        for name, of, warps, stages, unrolled in (
-            ("scores", split.scores_kernel, 4, 5, 1),
-            ("weights", split.weights_kernel, 4, 3, 1),
-            ("sums", split.sums_kernel, 1, 3, 1),
-            ("values", split.values_kernel, 4, 9, 1),
-            ("values by two", split.values_kernel, 4, 5, 2),
-            ("values by four", split.values_kernel, 4, 3, 4),
+        cut |= {"HARDWARE": True}
+        serves = ops.SPLIT[D]
+        cut |= {"PER": serves.score_blocks, "COLUMNS": serves.columns, "AHEAD": serves.ahead}
+        for name, of, warps, stages in (
+            ("scores", split.scores_kernel, serves.score_warps, serves.score_stages),
+            ("weights", split.weights_kernel, 4, 3),
+            ("sums", split.sums_kernel, 1, 3),
+            ("values", split.values_kernel, serves.warps, serves.stages),
         ):
-            constants = {k: v for k, v in {**cut, "UNROLLED": unrolled}.items() if k in of.arg_names}
+            constants = {k: v for k, v in {**cut, "UNROLLED": serves.unrolled}.items() if k in of.arg_names}
             tuning = {**plain, "num_warps": warps, "num_stages": stages}
             results[f"split {name} {D}"] = compiled(of, types, constants, **tuning)
     types = {"q_start": i, "lengths": i, "k_start": i, "blocks": i, "table": i, "pages": i}
@@ -135,11 +135,16 @@ def _tiles() -> dict[str, Any]:
     types = {"q": "*bf16", "k": "*bf16", "v": "*bf16", "out": "*bf16", "lse": "*fp32", "spans": "*i32"}
     types |= {"owners": "*i32", "pages": "*i32", "c": "fp32", "c_ln2": "fp32"}
     for D in BLOCK:
+        # a window's tile is a prefill's with more to it, where both have the same shape; decode is heavier with the head dim
         for name, tile, page, windowed in (
             ("prefill", tiles.PREFILL[D], 0, False),
             ("prefill with a window", tiles.WINDOW[D], 0, True),
             ("decode", tiles.DECODE[D], 16, False),
         ):
+            if name == "prefill" and tile == tiles.WINDOW[D] and BLOCK[D] == WINDOW_BLOCK[D]:
+                continue
+            if name == "decode" and D == 64:
+                continue
             keys = WINDOW_BLOCK[D] if windowed else BLOCK[D]
             held = 1 if name == "decode" else tiles.tokens_of(tile, 4)
             cut = {"GROUP": 4, "D": D, "KEYS": keys, "WIDTH": 64 if keys == 64 else 128, "TOKENS": held}

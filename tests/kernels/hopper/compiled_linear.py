@@ -9,7 +9,7 @@ from typing import Any
 
 from compiled import compiled  # type: ignore[import-not-found]
 
-from isoexec.kernels.linear.hopper import chains, table, tuning
+from isoexec.kernels.linear.hopper import chains, table
 from isoexec.kernels.linear.hopper.kernel import Tile
 
 
@@ -37,17 +37,34 @@ def build(layout: str, tile: Tile, *, going_on: bool, out: str) -> dict[str, Any
     return found
 
 
+def _called() -> set[tuple[Tile, str, bool]]:
+    """Tiles with the layouts that `products.product` calls them for, and whether those go on; the reference with every one."""
+    of = {
+        "continue": (("forward", False), ("forward", True), ("input", True)),
+        "input": (("input", False),),
+        "weight": (("weight", False),),
+    }
+    chosen = [(product, steps) for (product, *_), steps in table._chain_tiles().items()]
+    found = {
+        (tile, *form)
+        for product, steps in (*table.UNTUNED.items(), *chosen)
+        for _, tile in steps
+        if tile
+        for form in of[product]
+    }
+    return found | {(chains.REFERENCE, *form) for form in (*of["continue"], *of["input"], *of["weight"])}
+
+
 def main() -> None:
-    used = {t for steps in (*table.UNTUNED.values(), *table._chain_tiles().values()) for _, t in steps if t}
     results = {}
-    for tile in sorted({*used, chains.REFERENCE, *tuning.CHAIN_TILES[-2:]}, key=str):
-        for layout in chains.LAYOUTS:
-            for going_on in (False, True) if layout != "weight" else (False,):
-                for out in ("bf16", "fp32") if tile.rows > 64 else ("bf16",):
-                    name = f"{layout} {tile.kind} {tile.rows}x{tile.columns}x{tile.depth} w{tile.warps} s{tile.stages}"
-                    results[f"{name} {'on' if going_on else 'from zero'} {out}"] = build(
-                        layout, tile, going_on=going_on, out=out
-                    )
+    for tile, layout, going_on in sorted(_called(), key=str):
+        for out in ("bf16", "fp32") if tile.rows > 64 else ("bf16",):
+            name = (
+                f"{layout} {tile.kind} {tile.rows}x{tile.columns}x{tile.depth} w{tile.warps} s{tile.stages}"
+            )
+            results[f"{name} {'on' if going_on else 'from zero'} {out}"] = build(
+                layout, tile, going_on=going_on, out=out
+            )
     json.dump(results, sys.stdout)
 
 

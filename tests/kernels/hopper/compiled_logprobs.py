@@ -10,7 +10,7 @@ import torch
 
 from isoexec.kernels.hopper.arithmetic import power_of_two
 from isoexec.kernels.linear_logprobs.hopper import kernel as fused
-from isoexec.kernels.linear_logprobs.hopper.plan import CANDIDATES
+from isoexec.kernels.linear_logprobs.hopper.plan import CANDIDATES, MIDDLE, TILES
 from isoexec.kernels.logprobs.hopper import kernel as logprobs
 
 LEAF, LEAVES = 18992, 8  # Qwen3's vocabulary
@@ -60,8 +60,8 @@ def built(compiled: Callable[..., dict[str, Any]]) -> dict[str, dict[str, Any]]:
             num_warps=1 if LEAVES * padded <= 256 else 4,
             **plain,
         )
-    for tile in CANDIDATES:
-        for both in (False, True):
+    for tile in dict.fromkeys((MIDDLE, TILES, CANDIDATES[0], CANDIDATES[3])):
+        for both in (False, True) if tile in (MIDDLE, TILES) else (False,):
             types = {
                 "x": f"tensordesc<bf16[{tile.rows}, {tile.depth}]>",
                 "w": f"tensordesc<bf16[{tile.columns}, {tile.depth}]>",

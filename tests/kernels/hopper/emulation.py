@@ -12,11 +12,14 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
+import quicker  # type: ignore[import-not-found]
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
 from isoexec.kernels.hopper import arithmetic
+
+quicker.install()
 
 
 def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:

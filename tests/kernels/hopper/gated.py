@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isoexec.kernels.gates import Run, degrees, forward, norms, ropes, rows
+from isoexec.kernels.gates import Run, degrees, forward, inputs, norms, ropes, rows
+from isoexec.kernels.gates.forward import many
 from isoexec.kernels.hopper import library
 
 _define = library.define
@@ -68,8 +69,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "rope": {"SECTIONED": 5},
     "rope_interleaved": {},
     "rope_yarn": {},
-    "embedding": {"TABLES": ((64, 40),), "TERMS": 2},
-    "bias": {"WIDTHS": (40,)},
+    # a token is a program, and so are 32 features
+    "embedding": {"TABLES": ((64, 40),), "TERMS": 2, "ids": lambda n, *of: inputs.ids(min(n, 48), *of)},
+    "bias": {"WIDTHS": (40,), "many": lambda run, *of, **how: many(run, *(min(n, 192) for n in of), **how)},
     "grad_norm": {"CUTS": (100, 300), "LARGE": (16, 64), "SCALES": (1e-20, 1e-3, 1e12)},
     "router": {"SHAPES": ((20, 3),), "FREE": ((8, 2),), "PLANTED": (64, 16, 4)},
     "router.sigmoid": {"SHAPES": (Shape(12, 3, 3, 2, 1.8),), "PLANTED": (64, Shape(16, 4, 4, 2, 2.5))},

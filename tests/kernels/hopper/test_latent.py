@@ -35,14 +35,27 @@ def built(script: Callable[..., Any]) -> dict[str, dict[str, int]]:
     return found
 
 
-def test_in_the_interpreter(check: str, script: Callable[..., Any]) -> None:
-    assert script(INTERPRETED, check, interpreted=True) == {check: ""}
+# one process each: its start is as long as a check
+@pytest.fixture(scope="module")
+def interpreted(script: Callable[..., Any]) -> dict[str, str]:
+    found: dict[str, str] = script(INTERPRETED, interpreted=True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def gated(script: Callable[..., Any]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = script("gated_latent.py", *SHORT, interpreted=True)
+    return found
+
+
+def test_in_the_interpreter(check: str, interpreted: dict[str, str]) -> None:
+    assert interpreted[check] == ""
 
 
 @pytest.mark.parametrize("family", SHORT)
-def test_a_check_of_the_gate_holds_in_the_interpreter(family: str, script: Callable[..., Any]) -> None:
+def test_a_check_of_the_gate_holds_in_the_interpreter(family: str, gated: dict[str, list[str]]) -> None:
     assert family in gate_for(FUNCTION, "sm90").families
-    (lines,) = script("gated_latent.py", family, interpreted=True).values()
+    lines = gated[family]
     assert len(lines) == 1, lines
     assert int(lines[0].removesuffix(" elements")) > 1000
 
