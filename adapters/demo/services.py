@@ -25,7 +25,7 @@ __all__ = ["Daemon", "Prometheus", "ServiceError", "get_json"]
 
 
 # a demo does not wait two minutes to call a side silent
-_SETTINGS = "window_seconds: 5\n"
+_SETTINGS = "window_seconds: 20\n"  # longer than a slow machine trains a step
 
 
 class ServiceError(IsoExecError):
