@@ -448,7 +448,8 @@ def work(rank: int, ranks: int, folder: Path, names: Sequence[str]) -> None:
 def main() -> None:
     results: dict[str, str] = dict.fromkeys(CHECKS, "")
     chosen_names = sys.argv[1:] or list(CHECKS)
-    context = multiprocessing.get_context("spawn")
+    # no thread is started yet, and what ranks would import is most of their time
+    context = multiprocessing.get_context("fork")
     for ranks in (2, 3):
         names = [n for n in chosen_names if ranks == 2 or n in WITH_THREE]
         with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
