@@ -28,9 +28,9 @@ test: test-light test-engines
 test-light: .venv-light/.ready tools
 	.venv-light/bin/python $(PYTEST) $(LIGHT_ROOMS) tests/test_packaging.py tests/test_house.py
 
-# kernels, probes and adapters, on the real engines; the files of fewest tests, which xdist would keep for the end, are the longest
+# kernels, probes and adapters, on the real engines
 test-engines: .venv/.ready tools proven
-	.venv/bin/python $(PYTEST) --no-loadscope-reorder $(ENGINE_ROOMS)
+	.venv/bin/python $(PYTEST) $(ENGINE_ROOMS)
 
 lint: .venv/.ready
 	.venv/bin/ruff check .
