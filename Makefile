@@ -85,6 +85,8 @@ tools:
 	$(PYTHON) -m venv .venv-light
 	.venv-light/bin/python -m pip install --quiet --no-deps -r requirements/light.lock
 	.venv-light/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@# compiled here once, or the first tests that send logprobs wait for it
+	.venv-light/bin/python -c 'from isoexec.daemon.statistics import prepare; prepare()'
 	touch $@
 
 clean:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -20,6 +19,7 @@ from isoexec.contracts.halting import LeaseState
 from isoexec.contracts.ray import RayError, RayName, joined
 from isoexec.contracts.shards import Standing
 from isoexec.daemon.config import ConfigError
+from isoexec.daemon.journal import JournalError
 from isoexec.daemon.ray_actor import DaemonActor, launch
 
 SOURCE = "host:1:engine0"
@@ -161,7 +161,7 @@ def test_a_daemon_that_cannot_start_gives_back_what_it_held_and_starts_when_it_c
 
     async def work(actor: DaemonActor) -> None:
         for _ in range(2):
-            with pytest.raises(sqlite3.OperationalError):
+            with pytest.raises(JournalError, match="cannot be opened"):
                 await actor.standing("r")
         (tmp_path / "journal.sqlite").rmdir()
         assert await actor.standing("r") is None
