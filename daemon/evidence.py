@@ -38,13 +38,23 @@ from isoexec.daemon.metrics import Metrics
 from isoexec.daemon.store import write_samples
 from isoexec.daemon.version import package_version
 
-__all__ = ["FORMAT", "Evidence", "EvidenceKeeper", "keep_last", "other_members", "pack", "write_bundle"]
+__all__ = [
+    "FORMAT",
+    "TOO_MANY",
+    "Evidence",
+    "EvidenceKeeper",
+    "keep_last",
+    "other_members",
+    "pack",
+    "write_bundle",
+]
 
 _log = structlog.get_logger("isoexec.daemon")
 
 FORMAT = 1
 _WAITING = 16
 """Windows whose samples wait to be written, at most."""
+TOO_MANY = f"{_WAITING} windows wait to be written"
 _ROWS = (16384, 4096, 1024, 256, 0)
 _OPTIONAL = ("steps.json", "actions.json", "attestations.json", "contract.json", "processes.json")
 """What is left out, in this order, when a bundle is too large without any pairs."""
@@ -221,14 +231,12 @@ class EvidenceKeeper:
     ) -> None:
         """Write the samples of a window, and its bundle where `bundled`; what the disk refuses is counted.
 
-        One window at a time. Where the disk is so slow that many wait, their samples are given up, counted as well;
-        bundles are not.
+        One window at a time. Where many wait, since the disk is slow or many came at once, samples are given up, counted as
+        well; bundles are not.
         """
         if self._waiting >= _WAITING and not bundled:
             self._metrics.add("evidence_errors", 1.0)
-            _log.error(
-                "evidence cannot be written", run=window.run, step=window.step, error="the disk is too slow"
-            )
+            _log.error("evidence cannot be written", run=window.run, step=window.step, error=TOO_MANY)
             return
         folder = self._state.run(window.run).path
         failures: list[str] = []
