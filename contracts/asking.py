@@ -38,7 +38,7 @@ def ask(state: StateDirectory, path: str) -> dict[str, Any] | None:
         address = str(note["http"]).removeprefix("http://")
         connection = http.client.HTTPConnection(address, timeout=_ASK_SECONDS)
         file = note.get("http_token")
-        token = {"Authorization": f"Bearer {read_token(Path(file)).decode()}"} if file else {}
+        token = {"Authorization": f"Bearer {read_token(Path(file)).decode('latin-1')}"} if file else {}
         connection.request("GET", path, headers=token)
         answer = connection.getresponse()
         found = json.loads(answer.read()) if answer.status == 200 else None
