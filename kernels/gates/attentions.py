@@ -56,7 +56,7 @@ Decoding = Callable[[int], AbstractContextManager[object]]
 class Kind:
     """What a gate is of: head counts (query heads, KV heads, head dim), those whose gradients and own kernel are covered.
 
-    `providers` compute segments; `decodings`, each a context manager of a head dim, are the ways the first of them decodes.
+    `providers` compute segments; `decodings`, each a context manager of a head dim, are the ways in which the first decodes.
     `others` plants faults of the gate's own; `covered` is what stands in the domain of every check.
     """
 
@@ -73,6 +73,10 @@ class Kind:
         self.heads, self.trained = tuple(heads), trained
         self.providers, self.decodings, self.others = tuple(providers), dict(decodings), others
         self.covered = covered
+
+    def ways(self, provider: str) -> Mapping[str, Decoding]:
+        """The ways in which a provider decodes; empty where it has one."""
+        return self.decodings if provider == self.providers[0] else {}
 
     def named(self, heads: Any) -> str | int:
         """Head counts, as a record's domain has them."""
@@ -134,7 +138,7 @@ def case_parity(run: Run, kind: Kind) -> None:
             run.equal(batch.packed(provider=provider, folded=True), want)
             whole, index = batch.rows([(b, 0, n) for b, n in enumerate(batch.lengths)], provider=provider)
             run.equal(whole, want[index])
-            ways = kind.decodings if provider == kind.providers[0] else {}
+            ways = kind.ways(provider)
             for way in run.over("decode", ways or (f"by {provider}",)):
                 with ways.get(way, _as_it_is)(batch.q.shape[-1]):
                     _decoded(run, batch, spans, want, provider)
@@ -246,8 +250,8 @@ def resume(run: Run, kind: Kind) -> None:
             run.equal(got, want[index])
         part, index = batch.rows([(0, early, S)], kv_segment=S // 2)
         run.control("segments_from_elsewhere", part, want[index])
-        stale = batch.alone(0)
-        stale.blocks[0, 0] = stale.blocks[0, 1]
+        stale, at = batch.alone(0), early // batch.page  # the first row's own page, which every window sees
+        stale.blocks[0, at] = stale.blocks[0, at + 1]
         run.control("a_stale_page", stale.rows([(0, early, S)])[0], want[early:S])
 
 

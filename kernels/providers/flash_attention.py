@@ -40,13 +40,13 @@ def held() -> Iterator[None]:
     except fa3.UncertifiedLibraryError as found:
         fa3.admit(found.build)
     latent.admit(fa3.identity().build)
-    few, tiled = attention.FEW_PROGRAMS, set(attention.TILED)
-    attention.FEW_PROGRAMS = 0
+    few, tiled, latent_few = attention.FEW_PROGRAMS, set(attention.TILED), latent.FEW_PROGRAMS
+    attention.FEW_PROGRAMS, latent.FEW_PROGRAMS = dict.fromkeys(few, 0), 0
     attention.TILED.clear()
     try:
         yield
     finally:
-        attention.FEW_PROGRAMS = few
+        attention.FEW_PROGRAMS, latent.FEW_PROGRAMS = few, latent_few
         attention.TILED.update(tiled)
 
 

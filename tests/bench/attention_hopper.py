@@ -79,7 +79,7 @@ def ints(values: Any) -> Tensor:
 def decoding(head_dim: int, way: str) -> Iterator[None]:
     """Decode by the library, by one of `SPLITS`, or in `tiles`."""
     few, tuning, tiled = ops.FEW_PROGRAMS, ops.SPLIT[head_dim], set(ops.TILED)
-    ops.FEW_PROGRAMS = 1 << 30 if way in SPLITS else 0
+    ops.FEW_PROGRAMS = dict.fromkeys(few, 1 << 30 if way in SPLITS else 0)
     ops.SPLIT[head_dim] = replace(tuning, **SPLITS.get(way, {}))
     if way == "tiles":
         ops.TILED.add(head_dim)

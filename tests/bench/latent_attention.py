@@ -171,7 +171,7 @@ def decode(heads: int, requests: int, context: int, build: str, others: bool) ->
         calls["native"] = native
     few = requests * (context // SEGMENT) <= 64
     for name, provider, split, tile in (
-        *([("library", "fa3", 0, None)] if build else []),
+        *([("library", "fa3", 0, None), ("as chosen", "fa3", ops.FEW_PROGRAMS, None)] if build else []),
         ("own", "triton", 0, None),
         *([("own, split", "triton", 1 << 30, None)] if few else []),
         *((f"own {t.rows}x{t.warps}x{t.stages}", "triton", 0, t) for t in (TILES if others else ())),

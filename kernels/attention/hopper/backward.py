@@ -48,18 +48,18 @@ class Walk:
 
 
 KEY = {
-    64: Walk(hold=128, step=64, warps=8, stages=3),
-    128: Walk(hold=128, step=32, warps=8, stages=2),
-    256: Walk(hold=64, step=16, warps=8, stages=2, apart=True),
+    64: Walk(hold=64, step=128, warps=4, stages=2),
+    128: Walk(hold=128, step=64, warps=8, stages=1),
+    256: Walk(hold=32, step=64, warps=4, stages=2),
 }
 QUERY = {
-    64: Walk(hold=128, step=64, warps=8, stages=3),
-    128: Walk(hold=128, step=64, warps=8, stages=2),
-    256: Walk(hold=64, step=32, warps=8, stages=2),
+    64: Walk(hold=64, step=64, warps=4, stages=3),
+    128: Walk(hold=128, step=64, warps=8, stages=3),
+    256: Walk(hold=128, step=32, warps=8, stages=2),
 }
 STORED = {
     64: Walk(hold=128, step=64, warps=4, stages=4),
-    128: Walk(hold=128, step=64, warps=8, stages=4),
+    128: Walk(hold=128, step=64, warps=4, stages=3),
     256: Walk(hold=64, step=64, warps=8, stages=3),
 }
 

@@ -10,7 +10,7 @@ hold both `fill` and the op: what changes from step to step is in tensors, what 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -56,16 +56,21 @@ _FOLD_ROWS = (
     4096  # query rows up to which all past segments share one call over copies of the queries; free of bits
 )
 
-FEW_PROGRAMS = 32  # entries times KV heads up to which decode is split by keys and columns
+# entries times KV heads, by head dim, up to which decode is split by keys and columns
+FEW_PROGRAMS = {64: 64, 128: 32, 256: 32}
 _SPLIT = Tuning(columns=32, warps=4, stages=9, score_blocks=4, score_warps=4, score_stages=5, ahead=4)
-SPLIT = dict.fromkeys(BLOCK, _SPLIT)
+SPLIT = {
+    64: _SPLIT,
+    128: replace(_SPLIT, score_blocks=2, score_stages=3),
+    256: replace(_SPLIT, score_blocks=1, score_stages=1),
+}
 HARDWARE = True  # exp2, log2 and 1 / x of the chip; False is for the interpreter
 TILED: set[int] = set()  # head dims whose decode the own kernel serves instead of the library; free of bits
 
 
 def split_for(entries: int, kv_heads: int, group: int, head_dim: int) -> Tuning | None:
     """How few decode entries are split, or None where the library serves them; both have the same bits."""
-    few = entries * kv_heads <= FEW_PROGRAMS and group <= MOST_GROUP
+    few = entries * kv_heads <= FEW_PROGRAMS[head_dim] and group <= MOST_GROUP
     return SPLIT[head_dim] if few else None
 
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 GATE = Gate("attention.mma_segments_cudnn/1", "sm90")
 HEADS = ((32, 8, 128), (16, 2, 256), (32, 8, 64), (8, 8, 128))  # query heads, KV heads, head dim
 LENGTHS = ((300, 1, 129), (700, 1, 129, 64, 2048, 3000))
+ROUNDED = 2.0**-12  # of the result's gradient: what rounding may leave of a gradient that is nothing
 PADDINGS = (PADDING, 1500)  # within the size of a graph, and beyond
 
 
@@ -152,10 +153,11 @@ def _degenerate(run: Run) -> None:
         run.control("the_next_row", want[1:2], got[1:])
         one = batch.alone(4)
         g = many(run, 1, H, D, salt=60)
-        _, dq, dk, dv = one.gradients(g)  # a softmax over one key has no gradient but its value's
+        # a softmax over one key has no gradient but its value's; two sums of the same products may round apart
+        _, dq, dk, dv = one.gradients(g)
         group = H // batch.k.shape[1]
-        run.holds((dq == 0).flatten())
-        run.holds((dk == 0).flatten())
+        for x in (dq, dk):
+            run.holds((x.double().norm() < ROUNDED * g.double().norm()).view(1))
         total = g.view(1, -1, group, D).double().sum(2)
         run.holds(((dv.double() - total).norm() < 2.0**-7 * total.norm()).view(1))
         sinks = torch.zeros(H, device=run.device)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from isoexec.kernels.attention.hopper import fa3
 from isoexec.kernels.attention.hopper.tiles import Tile
 from isoexec.kernels.gates import Gate, Run, attentions
-from isoexec.kernels.gates.attentions import Kind, batches, edges, hang, providers
+from isoexec.kernels.gates.attentions import Decoding, Kind, batches, edges, hang, providers
 from isoexec.kernels.gates.degrees import degrees, wants
 from isoexec.kernels.gates.forward import many
 from isoexec.kernels.gates.inputs import fill
@@ -139,6 +139,11 @@ def native(batch: Sequences, cu: Tensor, rows: int, keys: int, splits: int = 0, 
 class Latent(Kind):
     """Head counts of a rank over one latent row a key."""
 
+    def ways(self, provider: str) -> dict[str, Decoding]:
+        """Few requests split by keys and columns, whoever decodes more; each asked of as many as there are."""
+        many = "by the library" if provider == "fa3" else "in tiles"
+        return {many: lambda _: _split(0), "split": lambda _: _split(1 << 30)}
+
     def named(self, heads: int) -> int:
         """Query heads."""
         return heads
@@ -187,10 +192,10 @@ def _others(run: Run, batch: Sequences, want: Tensor) -> None:
 KIND = Latent(
     heads=HEADS,
     trained=len(HEADS),
-    providers=("triton", "fa3") if ops.BUILDS else ("triton",),  # the library where a build is certified
-    decodings={"in tiles": lambda _: _split(0), "split": lambda _: _split(1 << 30)},
+    providers=("triton", "fa3"),
+    decodings={},
     others=_others,
-    covered=lambda: {"library": fa3.identity().build} if ops.BUILDS else {},
+    covered=lambda: {"library": fa3.identity().build},
 )
 hang(GATE, KIND, keyed=False)
 

@@ -47,8 +47,10 @@ __all__ = ["Plan", "latent_attention", "plan"]
 
 _NAME = "sm90_latent_attention"
 HARDWARE = True  # exp2, log2 and 1 / x of the chip; False is for the interpreter
-FEW_PROGRAMS = 32  # entries times groups of heads up to which decode is split; free of bits
-BUILDS: frozenset[str] = frozenset()
+FEW_PROGRAMS = 24  # entries times groups of heads up to which decode is split; free of bits
+BUILDS = frozenset(  # vLLM 0.25.1, CUDA 13.0
+    {"sha256:af90d0e144bddb52b4b790fe1e01c08d019d53021f5efbfcc245ec8b439258f2"}
+)
 """Builds of the library that the gate has certified for this function, digests of their files."""
 _admitted: set[str] = set()
 
@@ -170,6 +172,14 @@ def _attention(
     if not T:
         return nothing(q_latent, with_lse)
     merging: dict[str, Any] = {"with_lse": with_lse, "hardware": HARDWARE}
+    count = -(-most_keys // kv_segment)
+    entries = own.shape[1] - 1 if single else 0
+    if 0 < entries * groups_of(H) <= FEW_PROGRAMS:
+        sizes = {"requests": spans.shape[1], "kv_segment": kv_segment, "scale": scale, "hardware": HARDWARE}
+        split, totals, lse = launch_split(q_rope, q_latent, k_rope, latent, own, own_pages, **sizes)  # type: ignore[arg-type]
+        slots, each = (x.view(H, count, T).transpose(0, 1) for x in (lse, totals))
+        parts = split.view(count, T, H, LATENT)
+        return merged(parts, slots, position, None, kv_segment=kv_segment, totals=each, **merging)
     if maker == "fa3":
         k, v = k_rope.unsqueeze(-2), latent.unsqueeze(-2)
 
@@ -198,14 +208,6 @@ def _attention(
             folded=folded,
         )
         return by_library(attend, q_latent, position, None, tables, **merging)
-    merging["kv_segment"] = kv_segment
-    count = -(-most_keys // kv_segment)
-    entries = own.shape[1] - 1 if single else 0
-    if 0 < entries * groups_of(H) <= FEW_PROGRAMS:
-        sizes = {"requests": spans.shape[1], "kv_segment": kv_segment, "scale": scale, "hardware": HARDWARE}
-        split, totals, lse = launch_split(q_rope, q_latent, k_rope, latent, own, own_pages, **sizes)  # type: ignore[arg-type]
-        slots, each = (x.view(H, count, T).transpose(0, 1) for x in (lse, totals))
-        return merged(split.view(count, T, H, LATENT), slots, position, None, totals=each, **merging)
     tile = tiles.decode_tile(H) if single else tiles.PREFILL
     held = 1 if single else tiles.tokens_of(tile, H)
     device = q_latent.device
@@ -224,7 +226,7 @@ def _attention(
     )
     if count == 1:
         return parts[0], kept(lse[0], with_lse)
-    return merged(parts, lse, position, None, **merging)
+    return merged(parts, lse, position, None, kv_segment=kv_segment, **merging)
 
 
 def _fake(q_rope: Tensor, q_latent: Tensor, *rest: object) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["PREFILL", "decode_tile", "heads_of", "launch_tiles", "rows_of", "tokens_of"]
 
 PREFILL = Tile(rows=64, warps=8, stages=2)
-_DECODE = (Tile(rows=16, warps=8, stages=3), Tile(rows=32, warps=8, stages=2))
+_DECODE = (Tile(rows=16, warps=4, stages=2), Tile(rows=32, warps=8, stages=2))
 
 
 def decode_tile(heads: int) -> Tile:

@@ -41,6 +41,8 @@ UNTUNED: Mapping[Product, Steps] = {
     "weight": ((16, _SOME),),
     "continue": ((16, _FEW), (64, _SOME), (ANY, _MANY)),
 }
+# for a part of a merged shard, which no library is certified for: queries without their keys and values, say
+PART: Mapping[str, Steps] = {"input": ((16, _FEW), (ANY, _MANY)), "continue": UNTUNED["continue"]}
 
 
 @cache
@@ -106,6 +108,13 @@ def known(N: int, K: int) -> tuple[int, int]:
     )
 
 
+@cache
+def _part(N: int, K: int) -> bool:
+    """Whether [N, K] is a part of a listed weight's outputs that is none of its shards."""
+    shard = any((N * parts, K) in tiles() or (N, K * parts) in tiles() for parts in DEGREES)
+    return not shard and N % STEP == 0 and any(K == k and N < n for n, k in tiles())
+
+
 def tile_for(N: int, K: int, M: int) -> Tile | None:
     """The tile for a forward product of M rows, or None where the library serves them; `DomainError` as in `known`.
 
@@ -117,8 +126,15 @@ def tile_for(N: int, K: int, M: int) -> Tile | None:
 
 
 def chain_tile(product: Product, N: int, K: int, M: int) -> Tile | None:
-    """The tile for another product than the forward one, or None for the library; `DomainError` as in `known`."""
-    whole = known(N, K)
-    held = _chain_tiles()
-    steps = held.get((product, N, K)) or held.get((product, *whole)) or UNTUNED[product]
+    """The tile for another product than the forward one, or None for the library; `DomainError` as in `known`.
+
+    Gradients of inputs and what goes on from them admit parts of a merged shard too: any whole steps of a listed weight's outputs,
+    by own chains alone.
+    """
+    if product in PART and _part(N, K):
+        steps = PART[product]
+    else:
+        whole = known(N, K)
+        held = _chain_tiles()
+        steps = held.get((product, N, K)) or held.get((product, *whole)) or UNTUNED[product]
     return next((tile for limit, tile in steps if limit >= M), None)

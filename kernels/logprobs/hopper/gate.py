@@ -214,7 +214,8 @@ def shared(
 def faults(
     rank: int, size: int, group: ProcessGroup | None, vocab: int, leaves: int, rows: int, device: str
 ) -> dict[str, Tensor]:
-    """Log p with ranks joined wrongly: their logits in another order, one leaf a rank, a rank's sums alone; and rightly."""
+    """Log p with ranks joined wrongly: their logits in another order, one leaf a rank (two where that is right), a rank's sums
+    alone; and rightly."""
     run = Run(constants={}, full=True, device=here(device))
     logits, target, _ = inputs(run, rows, vocab, torch.float32, salt=3)
     parts = [t.contiguous() for t in logits.chunk(size, 1)]
@@ -227,7 +228,9 @@ def faults(
     found = {
         "right": call(parts[rank], target, group),
         **turned,
-        "other_leaves": token_logprobs(parts[rank], target, group, vocab_leaves=size),
+        "other_leaves": token_logprobs(
+            parts[rank], target, group, vocab_leaves=size if size < leaves else 2 * size
+        ),
         "a_rank_s_sums_alone": call(parts[0], target % width, None),
     }
     return {name: t.cpu() for name, t in found.items()}

@@ -105,7 +105,7 @@ def library(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> list[Tensor]:
 def stand_in(past: str | None = None, by: Callable[..., list[Tensor]] = library) -> Iterator[None]:
     """The library is here, and serves all decode; `past` is the path of past segments, by default each head dim's own."""
     load, paths, few = fa3.load, dict(fa3.PAST), ops.FEW_PROGRAMS
-    ops.FEW_PROGRAMS = 0
+    ops.FEW_PROGRAMS = dict.fromkeys(few, 0)
     fa3.load = lambda: by  # type: ignore[assignment]
     if past:
         fa3.PAST.update(dict.fromkeys(fa3.PAST, past))  # type: ignore[arg-type]

@@ -81,7 +81,7 @@ def main() -> None:
     replace(torch.cuda, synchronize=lambda: None)
     for of in (hopper, gradients):
         replace(of, MODELS=(MODEL,), ahead=inline, capture=lambda call, _: call(0), replay_times=one_each)
-    some = {name: tuning.SPLITS[name] for name in ("split", "16 columns by 2")}
+    some = {name: tuning.SPLITS[name] for name in ("split", "64 columns")}
     replace(hopper, SPLITS=some, WALKED=64, WALKED_SEGMENTS=(32,), native=native, say=told("walks"))
     replace(hopper, LAYOUTS={"4096": (16, 16), "growing": (8, 8, 16)}, note=told("troubles"))
     walk = {"key 64x64 w4 s2": {"key": backward.Walk(hold=64, step=64, warps=4, stages=2)}}

@@ -47,11 +47,14 @@ def test_in_the_interpreter(check: str, interpreted: dict[str, str]) -> None:
 
 
 def test_nothing_spills_and_registers_leave_room(built: dict[str, dict[str, int]]) -> None:
-    assert len(built) == 43
+    assert len(built) == 42
     own = ("tiles prefill", "gradient")  # whole tiles of sums: they take what there is
     full = {n for n, b in built.items() if b["registers"] > 224}
     assert {n for n in full if not n.startswith(own)} == set()
     spilled = {n: b["stack"] for n, b in built.items() if b["stack"] or b["local"]}
+    # gradients of keys hold two sums of whole tiles: of all walks that were timed, the fastest keep a little of them in memory
+    gradients = {f"gradient keys {D} 0": spilled.pop(f"gradient keys {D} 0", 0) for D in (64, 128, 256)}
+    assert max(gradients.values()) <= 640
     # blocks of 80 keys at head dim 256, padded to 128, are the library's; the own kernel stands in for it there
     assert spilled.keys() <= {"tiles prefill 256"}
     assert max(spilled.values(), default=0) <= 128
@@ -73,7 +76,7 @@ def test_scores_and_values_use_the_tensor_cores(built: dict[str, dict[str, int]]
             ("segment", "split scores", "split values", "tiles p", "tiles d", "gradient k", "gradient q")
         )
     }
-    assert len(found) == 25
+    assert len(found) == 24
     assert min(found.values()) > 0
 
 
@@ -134,6 +137,8 @@ def test_tables_have_an_entry_a_request_and_segment() -> None:
 def test_few_entries_are_split_and_large_groups_never() -> None:
     assert split_for(4, 8, 4, 128) is not None
     assert split_for(5, 8, 4, 128) is None
+    assert split_for(8, 8, 4, 64) is not None
+    assert split_for(9, 8, 4, 64) is None
     assert split_for(1, 1, 17, 128) is None
 
 

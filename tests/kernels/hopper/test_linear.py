@@ -124,6 +124,21 @@ def test_a_product_that_goes_on_is_never_a_librarys_and_few_rows_of_a_gradient_n
         assert table.chain_tile("weight", N, K, 1) is not None
 
 
+def test_input_gradients_admit_parts_of_a_merged_shard_by_own_chains_alone() -> None:
+    # queries and their gates of [9216, 2048], and the fewest there may be
+    for N, K in ((8192, 2048), (16, 4096), (96, 4096), (48, 2048)):
+        for rows in (1, 16, 17, 8192, 10**7):
+            assert table.chain_tile("input", N, K, rows) is not None
+            assert table.chain_tile("continue", N, K, rows) is not None
+        with pytest.raises(DomainError, match="refuses weight"):
+            table.tile_for(N, K, 1)
+        with pytest.raises(DomainError, match="refuses weight"):
+            table.chain_tile("weight", N, K, 1)
+    for N, K in ((24, 4096), (16, 999), (2**20, 4096)):
+        with pytest.raises(DomainError, match="refuses weight"):
+            table.chain_tile("input", N, K, 64)
+
+
 def test_every_tile_to_be_tuned_fits_the_shared_memory() -> None:
     def shared(tile: Tile, out: int) -> int:
         operands = (tile.rows + tile.columns) * tile.depth * 2 * tile.stages
