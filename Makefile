@@ -22,7 +22,9 @@ demo: .venv/.ready proven
 	-@.ci/tools prometheus
 	.venv/bin/isoexec demo $(DEMO_ARGS)
 
-test: test-light test-engines
+# one after the other, also under -j: each keeps both of its processes busy
+test: test-light
+	@$(MAKE) --no-print-directory test-engines
 
 # contracts, daemon and dashboards, where torch, vLLM and Megatron are not installed
 test-light: .venv-light/.ready tools
