@@ -54,6 +54,7 @@ _SIZES: dict[str, dict[str, int]] = {
     "bias.add/1": {"tokens": 19, "width": 100},
     "rope.neox_fp32/1": {"tokens": 19, "heads": 2, "head_dim": 32},
     "attention.segments/1": {"tokens": 75, "heads": 4, "kv_heads": 2, "head_dim": 32},
+    "attention.mma_segments/1": {"tokens": 75, "heads": 4, "kv_heads": 2, "head_dim": 128},
     "attention.latent_segments/1": {"tokens": 75, "heads": 4},
     "silu_mul.exp/1": {"tokens": 19, "width": 100},
     "logprobs.leaves/1": {"tokens": 211, "vocab": 512},  # another sum shows in one logprob of twenty
@@ -87,6 +88,7 @@ _ON_GPU = (  # a tensor core's last bit has no other specification
     "linear.grouped_mma_chain/1",
     "linear_logprobs.mma_blocks/1",
     "moe.shared_gate/1",
+    "attention.mma_segments/1",
     "attention.latent_segments/1",
 )
 
@@ -227,7 +229,7 @@ def _inputs(function_id: str, n: Mapping[str, int], dtype: torch.dtype) -> Input
             x = fill(tokens, n["heads"], n["head_dim"], salt=7, dtype=dtype)
             yarn = rope_yarn.Yarn(factor=40.0, original=4096, mscale=1.0, mscale_all_dim=0.5)
             return {"x": x, "positions": _ids(tokens, rope.LENGTH, 8), "base": 10000.0, "yarn": yarn}
-        case "attention.segments":
+        case "attention.segments" | "attention.mma_segments":
             shape = (1, tokens, n["kv_heads"], n["head_dim"])
             return {
                 "q": fill(1, tokens, n["heads"], n["head_dim"], salt=9, dtype=dtype, scale=4.0),
@@ -335,6 +337,17 @@ def reference(function_id: str, constants: Mapping[str, Any]) -> Callable[..., T
             return lambda q, k, v, scale: attention.attention(
                 q, k, v, scale, kv_segment=constants["kv_segment"]
             )
+        case "attention.mma_segments":
+            from isoexec.kernels.attention.hopper import ops  # needs triton
+            from isoexec.kernels.attention.hopper.reference import reference as by_triton
+
+            def attended(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+                made = by_triton(
+                    q[0], k[0], v[0], scale, kv_segment=constants["kv_segment"], hardware=ops.HARDWARE
+                )
+                return made[0].unsqueeze(0)
+
+            return attended
         case "attention.latent_segments":
             from isoexec.kernels.latent_attention.hopper import reference as latent  # needs triton
 

@@ -31,6 +31,7 @@ __all__ = ["VllmAdapter", "collect_reports", "engine_args", "report_of"]
 
 _EXTENSION = "isoexec.adapters.vllm.worker.IsoExecExtension"
 _QUANTIZATION = "isoexec"
+_CAPTURE = ("cudagraph_capture_sizes", "cudagraph_mode", "max_cudagraph_capture_size")
 _MODES = ("raw_logprobs", "processed_logprobs")
 _UNREPORTED: dict[str, Any] = {
     "object": "nothing",
@@ -75,7 +76,8 @@ def engine_args(contract: Path | str | None = None, **user: Any) -> dict[str, An
         asked_topology(user, experts="expert_linear" in loaded.regions),
         None if dtype == "auto" else str(dtype).removeprefix("torch."),
     )
-    refusals = loaded.claims.environment.refusals(claimable_environment())
+    engine, _ = require_engine()
+    refusals = loaded.claims.environment.refusals({**claimable_environment(), **engine.switches})
     _refuse(
         "environment",
         not refusals,
@@ -86,28 +88,34 @@ def engine_args(contract: Path | str | None = None, **user: Any) -> dict[str, An
     os.environ["ISOEXEC_CONTRACT"] = path
     if not any(b.enforcement.installs for b in plan.bindings):
         return _monitored(user)
-    engine, _ = require_engine()
-    return _contracted(user, loaded, engine)
+    return _contracted(user, plan, engine)
 
 
-def _contracted(user: Mapping[str, Any], contract: Contract, engine: Engine) -> dict[str, Any]:
-    for name, wanted in (
-        ("quantization", _QUANTIZATION),
-        ("worker_cls", engine.worker),
-        ("enforce_eager", True),
-    ):
+def _contracted(user: Mapping[str, Any], plan: Plan, engine: Engine) -> dict[str, Any]:
+    ours: dict[str, Any] = {"quantization": _QUANTIZATION, "worker_cls": engine.worker}
+    if engine.attention_backend is not None:
+        ours["attention_backend"] = engine.attention_backend
+    if engine.compilation is None:
+        ours["enforce_eager"] = True
+    for name, wanted in ours.items():
         found = user.get(name, wanted)
         _refuse(name, found in (wanted, None, "auto"), repr(wanted), repr(found), "leave it to engine_args")
     for name, what in (
         ("enable_lora", "LoRA"),
         ("speculative_config", "speculative decoding"),
         ("kv_cache_dtype", "a cache in another dtype"),
-        ("compilation_config", "a compilation config"),
-        ("attention_backend", "another attention backend"),
+        *(() if engine.compilation is not None else (("compilation_config", "a compilation config"),)),
+        *(
+            ()
+            if engine.attention_backend is not None
+            else (("attention_backend", "another attention backend"),)
+        ),
     ):
         _refuse(
             name, user.get(name) in (None, False, "auto"), f"no {what}", repr(user.get(name)), "leave it out"
         )
+    if engine.compilation is not None:
+        ours["compilation_config"] = _compiled(user.get("compilation_config"), engine.compilation)
     theirs = user.get("worker_extension_cls")
     _refuse(
         "worker_extension_cls",
@@ -119,15 +127,29 @@ def _contracted(user: Mapping[str, Any], contract: Contract, engine: Engine) -> 
     mode = user.get("logprobs_mode", _MODES[0])
     _refuse("logprobs", mode in _MODES, " or ".join(_MODES), str(mode), "record logprobs, not logits")
     more = dict(user.get("additional_config") or {})
-    more["isoexec"] = {"contract": contract.to_dict()}
+    # the engine names compiled code by its config: another contract, or another set of regions, is other code
+    installed = sorted(b.region for b in plan.bindings if b.enforcement.installs)
+    more["isoexec"] = {"contract": plan.contract.to_dict(), "installs": installed}
     return {
         **user,
-        "quantization": _QUANTIZATION,
-        "worker_cls": engine.worker,
-        "enforce_eager": True,
+        **ours,
         "logprobs_mode": mode,
         "additional_config": more,
     }
+
+
+def _compiled(theirs: Any, ours: Mapping[str, Any]) -> dict[str, Any]:
+    """The compilation config of a contract, and what a user may add to it: how steps are captured in graphs, and no more."""
+    given = {} if theirs is None else theirs
+    named = set(given) if isinstance(given, Mapping) else {type(given).__name__}
+    _refuse(
+        "compilation_config",
+        named <= set(_CAPTURE),
+        f"a dictionary of {', '.join(_CAPTURE)}",
+        ", ".join(sorted(named - set(_CAPTURE))),
+        "leave the rest to engine_args: the compiler may fuse arithmetic across regions",
+    )
+    return {**given, **ours}
 
 
 def _monitored(user: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,9 +20,11 @@ from isoexec.adapters.base import Binding, expected_canary
 from isoexec.kernels import registry
 from isoexec.kernels.canaries import chosen
 from isoexec.kernels.dispatch import plan
+from isoexec.kernels.rope.naive import table
 
 __all__ = ["Canary", "borrowed"]
 
+_SQUARE = 4096  # the side of a square weight that the table of the sm90 linear lists
 _BLOCKS = 3  # cache blocks of the attention canary; one stays unused
 
 
@@ -51,13 +53,14 @@ def _put(bound: Any, name: str, value: Any, parameter: bool) -> None:
 class Canary:
     """The canary of one region's function at the model's dtype."""
 
-    def __init__(self, binding: Binding, dtype: torch.dtype) -> None:
+    def __init__(self, binding: Binding, dtype: torch.dtype, device: str = "cpu") -> None:
         self._region = binding.region
         self._function = binding.function
         self._constants = dict(binding.constants)
         self._dtype = dtype
         group = get_tp_group()
         self._rank, self._ranks = group.rank_in_group, group.world_size
+        self._device = device
 
     def digest(self, bound: Any) -> tuple[str, str]:
         """Digest of the bound object's output, and the one a faithful object gives."""
@@ -66,7 +69,8 @@ class Canary:
         dtype = torch.float32 if self._region == "combine" else self._dtype
         inputs: Mapping[str, Any] = {"dtype": dtype, "sizes": sizes}
         expected = expected_canary(self._function, self._constants, **inputs)
-        return registry.canary_digest(call, self._function, self._constants, **inputs), expected
+        found = registry.canary_digest(call, self._function, self._constants, **inputs, device=self._device)
+        return found, expected
 
     def stale(self, bound: Any) -> str | None:
         """In words, what the object computes with that is not its own: a copy of an older weight, or the loan of a bias."""
@@ -106,8 +110,11 @@ class Canary:
 
         return {"width": int(layer.weight.shape[0])}, call
 
-    def _k(self) -> int:
-        return 2 * int(self._constants["k_block"]) * max(2, self._ranks)
+    def _k(self) -> dict[str, int]:
+        """The canary's K where a chain is cut in blocks; where it is not, its own weight is one the kernel's table lists."""
+        if "k_block" not in self._constants:
+            return {}
+        return {"K": 2 * int(self._constants["k_block"]) * max(2, self._ranks)}
 
     def _linear(self, layer: Any, w: Tensor, bias: Tensor | None = None) -> Any:
         """The loan of a weight and bias; a layer of ours gets an empty pack beside it and keeps its own."""
@@ -126,15 +133,16 @@ class Canary:
             with self._linear(layer, w):
                 return _first(layer(x))
 
-        return {"K": self._k()}, call
+        return self._k(), call
 
     def _qkv_bias(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
         """The whole layer, with a weight that hands its input on unchanged."""
         packed = getattr(layer, "isoexec_packed", None)
-        width = 128 if packed is None else 2 * int(packed.k_block)
+        square = _SQUARE if self._device == "cuda" else 128
+        width = square if packed is None else 2 * int(packed.k_block)
 
         def call(x: Tensor, bias: Tensor) -> Tensor:
-            with self._linear(layer, torch.eye(width, dtype=x.dtype), bias):
+            with self._linear(layer, torch.eye(width, dtype=x.dtype, device=x.device), bias):
                 return _first(layer(x))
 
         return {"width": width}, call
@@ -146,14 +154,14 @@ class Canary:
             with self._linear(layer, w[:, own]):
                 return _first(layer(x[:, own].contiguous()))
 
-        return {"K": self._k()}, call
+        return self._k(), call
 
     def _lm_head(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
         def call(x: Tensor, w: Tensor) -> Tensor:
             with self._linear(layer, w):
                 return layer.quant_method.apply(layer, x, bias=None)
 
-        return {"K": self._k()}, call
+        return self._k(), call
 
     def _router(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
         return self._column_linear(layer)
@@ -192,7 +200,7 @@ class Canary:
             with borrowed(module, isoexec_packed=type(packed)(packed.k_block)):
                 return module(x[:, own].contiguous(), w[..., own].contiguous(), offsets)
 
-        return {"K": self._k()}, call
+        return self._k(), call
 
     def _combine(self, module: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
         return {}, module
@@ -200,7 +208,11 @@ class Canary:
     def _rope(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
         def call(x: Tensor, positions: Tensor, base: float) -> Tensor:
             flat = x.reshape(x.shape[0], -1)
-            with borrowed(layer, base=base):
+            loan: dict[str, Any] = {"base": base}
+            if hasattr(layer, "isoexec_cos"):  # tables made with the layer, on its device
+                cos, sin = table(int(layer.head_size), base)
+                loan |= {"isoexec_cos": cos.to(x.device), "isoexec_sin": sin.to(x.device)}
+            with borrowed(layer, **loan):
                 query, key = layer(positions, flat.clone(), flat.clone())
             return query.view(x.shape) if torch.equal(_bits(query), _bits(key)) else query.new_zeros(())
 
@@ -212,6 +224,10 @@ class Canary:
     def _attention(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
         """A prompt in two chunks and one decoded token, over scattered blocks of a cache of its own."""
         impl = layer.impl
+        if self._device == "cuda":
+            from isoexec.adapters.vllm.cuda_canaries import attention
+
+            return attention(layer, int(self._constants["kv_segment"]))
         block = 2 * int(self._constants["kv_segment"])
 
         def call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -249,6 +265,11 @@ class Canary:
         return {**heads, "tokens": 2 * block - 5}, call
 
     def _logprobs(self, sampler: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+        if self._device == "cuda":
+            from isoexec.adapters.vllm.cuda_canaries import logprobs
+
+            return {}, logprobs(sampler)
+
         def call(logits: Tensor, target: Tensor) -> Tensor:
             out = sampler.compute_logprobs(logits.clone())
             if sampler.logprobs_mode == "processed_logprobs":

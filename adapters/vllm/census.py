@@ -28,10 +28,18 @@ class WorkerCensus:
     """Watches the two step methods of a model runner between `start` and `stop`; a step belongs to the case it is of."""
 
     def __init__(self, runner: Any, case: str) -> None:
+        from isoexec.adapters.vllm.objects import modules_of  # imports the engine
+
         self._runner = runner
-        self._recorder = Recorder(
-            case, {"": runner.get_model(), "sampler": runner.sampler}, inside=state.inside_region
-        )
+        config = runner.vllm_config
+        if not config.model_config.enforce_eager:
+            raise InstallError(
+                region="census",
+                wanted="an engine started with enforce_eager=True",
+                found="one that compiles or captures its steps: nothing sees what runs within",
+                fix="take the census of an eager engine (isoexec census does), once for a contract and a build",
+            )
+        self._recorder = Recorder(case, modules_of(runner), inside=state.inside_region)
         self._watches = False
 
     def start(self) -> None:

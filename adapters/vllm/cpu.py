@@ -35,7 +35,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.distributed import get_tp_group
-from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
@@ -46,12 +45,6 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
-from vllm.model_executor.layers.quantization import (
-    _CUSTOMIZED_METHOD_TO_QUANT_CONFIG,
-    QUANTIZATION_METHODS,
-    register_quantization_config,
-)
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -59,11 +52,18 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.parameter import ModelWeightParameter
-from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from isoexec.adapters.base import Plan, regions_of
+from isoexec.adapters.base import Plan
 from isoexec.adapters.vllm import state
+from isoexec.adapters.vllm.hooks import (
+    QUANTIZATION,
+    Hooks,
+    IsoExecQuantization,
+    LookupMethod,
+    refuse_unless,
+    refuse_unowned_bias,
+)
 from isoexec.contracts.errors import InstallError
 from isoexec.kernels.bias import bias_add
 from isoexec.kernels.embedding import vocab_parallel_embedding
@@ -74,17 +74,8 @@ from isoexec.kernels.silu_mul import silu_mul
 
 __all__ = ["ATTENTION", "QUANTIZATION", "IsoExecConfig", "install", "registered", "remove"]
 
-QUANTIZATION = "isoexec"
 ATTENTION = "isoexec.adapters.vllm.cpu_attention.IsoExecAttentionBackend"
 _LOADS = "isoexec_loads"
-
-
-def refuse_unless(holds: bool, region: str, wanted: str, found: object, fix: str = "") -> None:
-    """Raise InstallError in words unless ``holds``."""
-    if not holds:
-        raise InstallError(
-            region=region, wanted=wanted, found=str(found), fix=fix or "this contract has no function for it"
-        )
 
 
 def count_loads(loader: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,15 +139,6 @@ def _packed(layer: Any) -> PackedWeight:
 _BIAS = state.Inside("qkv_bias")
 
 
-def _refuse_unowned_bias(layer: Any, region: str, name: str) -> None:
-    """Refuse a bias no region of the contract owns: every one but that of a query, key and value projection."""
-    if getattr(layer, "has_bias", False):
-        owned = isinstance(layer, QKVParallelLinear) and "qkv_bias" in regions_of(
-            state.required(region).contract, "engine"
-        )
-        refuse_unless(owned and not layer.skip_bias_add, region, "a linear without bias", f"a bias in {name}")
-
-
 def _with_bias(out: Tensor, bias: Tensor | None) -> Tensor:
     """The rounded product plus its bias: the contract's where this process installs ``qkv_bias``, else torch's."""
     if bias is None:
@@ -171,7 +153,7 @@ class BiasMethod(UnquantizedLinearMethod):
     """The engine's own linear with the contract's bias, where a process installs ``qkv_bias`` and not ``column_linear``."""
 
     def create_weights(self, layer: Any, *args: Any, **extra: Any) -> None:
-        _refuse_unowned_bias(layer, "qkv_bias", getattr(layer, "prefix", type(layer).__name__))
+        refuse_unowned_bias(layer, "qkv_bias", getattr(layer, "prefix", type(layer).__name__))
         super().create_weights(layer, *args, **extra)
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -202,7 +184,7 @@ class ChainLinearMethod(LinearMethodBase):
         **extra: Any,
     ) -> None:
         name = getattr(layer, "prefix", type(layer).__name__)
-        _refuse_unowned_bias(layer, self.region, name)
+        refuse_unowned_bias(layer, self.region, name)
         refuse_unless(
             input_size_per_partition % self.k_block == 0,
             self.region,
@@ -244,23 +226,6 @@ class HeadMethod(ChainLinearMethod):
         del embed_tokens
         refuse_unless(False, self.region, "an untied head", "tie_word_embeddings")
         return layer
-
-
-class LookupMethod(UnquantizedEmbeddingMethod):
-    """The input embedding; the look-up itself is `IsoExecVocabParallelEmbedding.forward`."""
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Keep the weight as it is: nothing is packed."""
-
-    def embedding(self, layer: Any, input_: Tensor) -> Tensor:
-        refuse_unless(
-            False,
-            "embedding",
-            "VocabParallelEmbedding replaced by the contract's",
-            type(layer).__name__,
-            "the plugin is only half installed in this process",
-        )
-        return input_
 
 
 class IsoExecVocabParallelEmbedding(VocabParallelEmbedding):
@@ -367,27 +332,8 @@ class IsoExecSiluAndMul(SiluAndMul):
     forward_cpu = forward_native
 
 
-class IsoExecConfig(QuantizationConfig):
+class IsoExecConfig(IsoExecQuantization):
     """Owner of every matmul.  At module level: with several ranks the engine pickles it to its workers."""
-
-    def get_name(self) -> str:
-        return QUANTIZATION
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float32]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 0
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> IsoExecConfig:
-        del config  # everything comes from the contract of this process
-        return cls()
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         if _has_experts() and isinstance(layer, _moe().RoutedExperts):
@@ -413,20 +359,6 @@ class IsoExecConfig(QuantizationConfig):
         return None
 
 
-_SWAPS: tuple[tuple[tuple[str, ...], type, type], ...] = (
-    (("row_linear",), RowParallelLinear, IsoExecRowParallelLinear),
-    (("embedding",), VocabParallelEmbedding, IsoExecVocabParallelEmbedding),
-    (("norm", "qk_norm"), RMSNorm, IsoExecRMSNorm),
-    (("rope",), RotaryEmbedding, IsoExecRotaryEmbedding),
-    (("silu_mul",), SiluAndMul, IsoExecSiluAndMul),
-)
-
-
-def _mimo() -> ModuleType:
-    """The module of one model family, which imports that family's classes."""
-    return importlib.import_module("isoexec.adapters.vllm.mimo")
-
-
 def _moe() -> ModuleType:
     """The module of layers with experts, which imports much of the engine's."""
     return importlib.import_module("isoexec.adapters.vllm.moe")
@@ -437,60 +369,39 @@ def _has_experts() -> bool:
     return plan is not None and "expert_linear" in plan.contract.regions
 
 
+_HOOKS = Hooks(
+    config=IsoExecConfig,
+    swaps=(
+        (("row_linear",), RowParallelLinear, IsoExecRowParallelLinear),
+        (("embedding",), VocabParallelEmbedding, IsoExecVocabParallelEmbedding),
+        (("norm", "qk_norm"), RMSNorm, IsoExecRMSNorm),
+        (("rope",), RotaryEmbedding, IsoExecRotaryEmbedding),
+        (("silu_mul",), SiluAndMul, IsoExecSiluAndMul),
+    ),
+    backend=AttentionBackendEnum.CPU_ATTN,
+    attention=ATTENTION,
+)
+
+
 def install(plan: Plan) -> None:
     """Register the hooks of the regions ``plan`` installs; idempotent.
 
     Raises InstallError where somebody else already replaced a class the contract needs.
     """
-    register_quantization_config(QUANTIZATION)(IsoExecConfig)
-    for regions, base, ours in _SWAPS:
-        if not any(plan.installs(r) for r in regions):
-            continue
-        there = op_registry_oot.get(base.__name__)
-        if there is None:
-            base.register_oot(ours)  # type: ignore[attr-defined]
-        else:
-            refuse_unless(
-                there is ours,
-                regions[0],
-                f"{base.__name__} free to replace",
-                f"{there.__module__}.{there.__qualname__}",
-                "remove the other out-of-tree plugin, or lower the region's enforcement",
-            )
-    if plan.installs("attention"):
-        register_backend(AttentionBackendEnum.CPU_ATTN, ATTENTION)
-    if plan.installs("norm") and "MiMoForCausalLM" in plan.contract.model.architectures:
-        _mimo().install()
+    _HOOKS.install(plan)
     if "expert_linear" in plan.contract.regions:
         _moe().install(plan)
 
 
 def remove() -> None:
     """Undo `install` in vLLM's registries."""
-    for _, base, ours in _SWAPS:
-        if op_registry_oot.get(base.__name__) is ours:
-            del op_registry_oot[base.__name__]
-    if registered()["attention"] == ATTENTION:
-        AttentionBackendEnum.CPU_ATTN.clear_override()
-    _mimo().remove()
     _moe().remove()
-    if QUANTIZATION in QUANTIZATION_METHODS:
-        QUANTIZATION_METHODS.remove(QUANTIZATION)
-        _CUSTOMIZED_METHOD_TO_QUANT_CONFIG.pop(QUANTIZATION, None)
-        if QUANTIZATION in (supported := current_platform.supported_quantization):
-            supported.remove(QUANTIZATION)
+    _HOOKS.remove()
 
 
 def registered() -> dict[str, str]:
     """Region -> what vLLM's registries hold for it in this process; an intention, never evidence of what runs."""
-    config = _CUSTOMIZED_METHOD_TO_QUANT_CONFIG.get(QUANTIZATION)
-    owner = f"{config.__module__}.{config.__qualname__}" if config is not None else "native"
-    found = dict.fromkeys(("column_linear", "qkv_bias", "lm_head"), owner)
-    for regions, base, _ in _SWAPS:
-        there = op_registry_oot.get(base.__name__, base)
-        found |= dict.fromkeys(regions, f"{there.__module__}.{there.__qualname__}")
-    if _has_experts():
-        found |= dict.fromkeys(("router", "expert_linear"), owner)
-        found |= dict.fromkeys(("routing", "dispatch", "combine"), _moe().registered())
-    found["attention"] = AttentionBackendEnum.CPU_ATTN.get_path()
-    return found
+    if not _has_experts():
+        return _HOOKS.registered()
+    found = _HOOKS.registered(("router", "expert_linear"))
+    return found | dict.fromkeys(("routing", "dispatch", "combine"), _moe().registered())

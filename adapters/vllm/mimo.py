@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm import ModelRegistry
-from vllm.model_executor.models.mimo import MiMoForCausalLM, MiMoModel
+from vllm.model_executor.models.mimo import MiMoForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM, Qwen2Model
 
 from isoexec.contracts.errors import InstallError
@@ -22,20 +22,14 @@ ARCHITECTURE = "MiMoForCausalLM"
 _native: list[Any] = []
 
 
-class IsoExecMiMoModel(MiMoModel):
-    """MiMo's layers under Qwen2's forward."""
-
-    forward = Qwen2Model.forward
-
-
 class IsoExecMiMoForCausalLM(MiMoForCausalLM):
-    """MiMo, its weights and its names, with the forward and the logits of Qwen2."""
+    """MiMo, its weights and its names, with Qwen2's layers, forward and logits."""
 
     compute_logits = Qwen2ForCausalLM.compute_logits
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.model.__class__ = IsoExecMiMoModel
+        # MiMo's own would build a model whose forward is compiled as it is written, whatever is put in its place later
+        Qwen2ForCausalLM.__init__(self, vllm_config=vllm_config, prefix=prefix)
 
 
 def install() -> None:
@@ -54,7 +48,7 @@ def remove() -> None:
 def check(model: Any) -> None:
     """Refuse a MiMo of the engine's own class."""
     if isinstance(model, MiMoForCausalLM) and not (
-        type(model) is IsoExecMiMoForCausalLM and type(model.model) is IsoExecMiMoModel
+        type(model) is IsoExecMiMoForCausalLM and type(model.model) is Qwen2Model
     ):
         raise InstallError(
             region="norm",

@@ -27,7 +27,8 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from isoexec.adapters.base import Plan
 from isoexec.adapters.vllm import state
-from isoexec.adapters.vllm.cpu import HeadMethod, PackedWeight, count_loads, refuse_unless
+from isoexec.adapters.vllm.cpu import HeadMethod, PackedWeight, count_loads
+from isoexec.adapters.vllm.hooks import refuse_unless
 from isoexec.kernels.combine import combine
 from isoexec.kernels.dispatch import DispatchPlan, by_slot, dispatch, plan
 from isoexec.kernels.grouped_linear import chain, hand_off, pack_weights

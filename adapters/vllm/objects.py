@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import nn
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -19,7 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from isoexec.adapters.base import REGIONS
 from isoexec.adapters.snapshot import Change
 
-__all__ = ["bound_objects", "changes_of", "described"]
+__all__ = ["bound_objects", "changes_of", "described", "modules_of", "sampler_of"]
 
 
 def described(bound: Any) -> str:
@@ -74,8 +75,22 @@ def bound_objects(runner: Any) -> dict[str, list[tuple[str, Any]]]:
         if isinstance(module, RoutedExperts):
             for region, path, part in _of_experts(name, module):
                 found[region].append((path, part))
+    head = getattr(runner.get_model(), "lm_head", None)
+    if isinstance(head, VocabParallelEmbedding) and not isinstance(head, ParallelLMHead):
+        found["lm_head"].append(("lm_head", head))  # the embedding itself, of a model that ties the two
     found["logprobs"].append(("sampler", runner.sampler))
     return found
+
+
+def modules_of(runner: Any) -> dict[str, nn.Module]:
+    """The roots of a model runner by the prefix of their paths: the model, and a sampler that is a module."""
+    sampler = {"sampler": runner.sampler} if isinstance(runner.sampler, nn.Module) else {}
+    return {"": runner.get_model(), **sampler}
+
+
+def sampler_of(runner: Any) -> dict[str, Any]:
+    """The sampler of a model runner by its path, where it is no module."""
+    return {} if isinstance(runner.sampler, nn.Module) else {"sampler": runner.sampler}
 
 
 def changes_of(region: str, objects: Sequence[tuple[str, Any]], changes: Sequence[Change]) -> list[Change]:

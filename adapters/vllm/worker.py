@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from isoexec.adapters.base import REGIONS, Enforcement, RegionReport, reference_canary, regions_of
 from isoexec.adapters.snapshot import Change, Snapshot, told
 from isoexec.adapters.vllm import state
 from isoexec.adapters.vllm.census import WorkerCensus
 from isoexec.adapters.vllm.engines import found_engine
-from isoexec.adapters.vllm.objects import bound_objects, changes_of, described
+from isoexec.adapters.vllm.objects import bound_objects, changes_of, described, modules_of, sampler_of
 from isoexec.adapters.vllm.topology import live_topology
 from isoexec.contracts.errors import InstallError, IsoExecError
 from isoexec.probes.attest import environment
@@ -118,26 +119,38 @@ class IsoExecExtension:
             )
         return plain(census.stop())
 
+    def _isoexec_tables(self) -> list[Tensor]:
+        """The rotary tables that the layers of this worker read, on the host: cosine and sine of each shape in order."""
+        from isoexec.kernels.rope import ops
+
+        return [t for shape in sorted(self._isoexec_shapes()) for t in ops._table(*shape)]
+
+    def _isoexec_shapes(self) -> set[tuple[int, float]]:
+        return {(int(r.head_size), float(r.base)) for _, r in bound_objects(self.model_runner)["rope"]}
+
     def _isoexec_remember(self) -> None:
         """Keep what model, code and process are now; every later report says what is different."""
-        from isoexec.kernels.rope import naive, ops
+        from isoexec.kernels.rope import naive
 
         plan, runner = state.active(), self.model_runner
         assert plan is not None
-        shapes = {(int(r.head_size), float(r.base)) for _, r in bound_objects(runner)["rope"]}
         self._isoexec_snapshot: Snapshot | None = Snapshot(
-            {"": runner.get_model(), "sampler": runner.sampler},
+            modules_of(runner),
             plan.bindings,
-            objects={"runner": runner},
+            objects={"runner": runner, **sampler_of(runner)},
             tables={
                 "rope": (
-                    lambda: [t for shape in sorted(shapes) for t in ops._table(*shape)],
-                    [t for shape in sorted(shapes) for t in naive.table(*shape)],
+                    self._isoexec_tables,
+                    [t for shape in sorted(self._isoexec_shapes()) for t in naive.table(*shape)],
                 )
             }
             if plan.installs("rope")
             else None,
         )
+
+    def _isoexec_disagrees(self) -> str | None:
+        """What this worker's own effect says against its bound objects, in words; an engine that compiles nothing has none."""
+        return None
 
     def _isoexec_changed(self, changes: list[Change]) -> str | None:
         """What is wrong with the process itself: what changed in no region, and what the contract does not admit."""
@@ -146,7 +159,7 @@ class IsoExecExtension:
         if plan is None or not judged:
             return None
         refused = plan.contract.claims.environment.refusals(environment())
-        return "; ".join(filter(None, (told(changes), *refused))) or None
+        return "; ".join(filter(None, (told(changes), self._isoexec_disagrees(), *refused))) or None
 
     def _isoexec_regions(self) -> tuple[list[RegionReport], list[Change]]:
         """One report a region of the contract or the model, and the changes since the installation that are of none.
@@ -209,7 +222,7 @@ class IsoExecExtension:
             )
         from isoexec.adapters.vllm.canaries import Canary
 
-        canary = Canary(binding, self.vllm_config.model_config.dtype)
+        canary = Canary(binding, self.vllm_config.model_config.dtype, self.model_runner.device.type)
         found: str | None = None
         expected: str | None = None
         problem = split

