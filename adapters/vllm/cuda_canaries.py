@@ -64,10 +64,8 @@ def attention(layer: Any, kv_segment: int) -> tuple[dict[str, int], Callable[...
                     positions=at[step],
                     causal=True,
                 )
-                if rows > 1:
-                    metadata = builder.build(0, common)
-                else:
-                    metadata = builder.build_for_cudagraph_capture(common)
+                captured = builder.build_for_cudagraph_capture
+                metadata = captured(common) if rows == 1 else builder.build(0, common)
                 impl.do_kv_cache_update(layer, k[step], v[step], cache, slots[step])
                 impl.forward(layer, q[step], k[step], v[step], cache, metadata, out[step])
         finally:

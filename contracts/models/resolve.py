@@ -231,13 +231,16 @@ def _refused(contract: Contract, runtime: Runtime, facts: Mapping[str, Value]) -
                 fix=limit.fix,
             )
         )
-    if contract.arch not in runtime.builds:
-        builds = ", ".join(f"{build} on {arch}" for arch, build in runtime.builds.items())
+    if not runtime.serves(contract.arch, contract.model.family):
+        builds = ", ".join(
+            " for ".join(filter(None, (f"{build} on {arch}", " and ".join(runtime.families.get(arch, ())))))
+            for arch, build in runtime.builds.items()
+        )
         out.append(
             FactRefusal(
                 fact="arch",
                 field=f"--runtime {runtime.name}",
-                wanted=f"an adapter that installs on {contract.arch}",
+                wanted=f"an adapter that installs {contract.model.family} on {contract.arch}",
                 found=builds,
                 fix="watch the run with this contract, or take one of the adapter's archs",
             )

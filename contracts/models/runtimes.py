@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from isoexec.contracts.models.config import FIELDS
 from isoexec.contracts.parts import Constraint, Value
@@ -27,7 +27,8 @@ class Runtime:
     """One runtime.
 
     `builds` maps an arch to the versions its adapter installs into; `names` maps a fact to the runtime's own hyperparameter,
-    where it has another than config.json; `notes` are lines for whoever builds the model.
+    where it has another than config.json; `notes` are lines for whoever builds the model. `families` are those bound on an arch
+    where it does not bind all.
     """
 
     name: str
@@ -36,10 +37,15 @@ class Runtime:
     names: Mapping[str, str]
     limits: tuple[Limit, ...] = ()
     notes: tuple[str, ...] = ()
+    families: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def name_of(self, fact: str) -> str:
         """Return what the runtime calls a fact, or config.json where it has no name of its own."""
         return self.names.get(fact, FIELDS.get(fact, fact))
+
+    def serves(self, arch: str, family: str) -> bool:
+        """Return whether the adapter binds a family's regions on an arch."""
+        return arch in self.builds and family in self.families.get(arch, (family,))
 
     def refusals(self, arch: str, facts: Mapping[str, Value]) -> list[tuple[Limit, Value]]:
         """Return the limits that a model breaks, each with the value found."""
@@ -93,16 +99,8 @@ RUNTIMES: Mapping[str, Runtime] = {
                 archs=("cpu",),
                 fix="untie the checkpoint's head (a copy of the embedding), or score with Megatron alone",
             ),
-            *(
-                Limit(
-                    fact=fact,
-                    admitted=Constraint(fixed=0),
-                    archs=("sm90",),
-                    fix="only dense models are bound in vLLM for CUDA; run natively and monitor",
-                )
-                for fact in ("experts", "gdn_key_heads", "kv_lora_rank")
-            ),
         ),
+        families={"sm90": ("qwen3-dense", "mimo-dense")},
         notes=(
             "vLLM pads the vocabulary to a multiple of 64; the padding is cut off before a logprob is taken",
         ),

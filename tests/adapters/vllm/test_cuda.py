@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM for CUDA as far as a machine without a GPU tells: which engine, its arguments, its hooks, its metadata, what is compiled."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isoexec.contracts.errors import InstallError
+from isoexec.contracts.schema import library
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm")
+SCRIPT = Path(__file__).with_name("cuda_script.py")
+ENVIRONMENT = {
+    "arch": "sm90",
+    "torch": "2.11.0",
+    "triton": "3.6.0",
+    "cublaslt": "13.0",
+    "cuda.blas": "Cublas",
+    "cuda.matmul.bf16_reduced_precision": True,
+    "cuda.matmul.bf16_split_k": True,
+    "float32_matmul_precision": "highest",
+    "autocast.cuda": False,
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """What `cuda_script.py` found."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "VLLM_PLUGINS": "isoexec", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers of a machine with a Hopper GPU and vLLM 0.25.1, its switches as torch starts."""
+    from isoexec.adapters.vllm import engines
+
+    monkeypatch.setenv("ISOEXEC_CONTRACT", "")
+    monkeypatch.delenv("ISOEXEC_CONTRACT")
+    monkeypatch.setattr(engines, "installed_version", {"vllm": "0.25.1"}.get)
+    monkeypatch.setattr("isoexec.adapters.base.arch", lambda: "sm90")
+    monkeypatch.setattr("isoexec.adapters.base.require_evidence", lambda *_: None)
+    monkeypatch.setattr("isoexec.adapters.vllm.adapter.claimable_environment", lambda: ENVIRONMENT)
+
+
+def args(name: str = "qwen3-dense-sm90", **user: Any) -> dict[str, Any]:
+    from isoexec.adapters.vllm.adapter import engine_args
+
+    return engine_args(library(name), model="m", dtype="bfloat16", **user)
+
+
+@pytest.mark.parametrize(("version", "admitted"), [("0.25.0", False), ("0.25.1", True), ("0.26.0", False)])
+def test_the_engine_is_chosen_by_its_distribution_and_version(
+    version: str, admitted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from isoexec.adapters.vllm import engines
+
+    monkeypatch.setattr(engines, "installed_version", {"vllm": version}.get)
+    if admitted:
+        engine, found = engines.require_engine()
+        assert (engine.arch, engine.worker.rpartition(".")[2], found) == (
+            "sm90",
+            "IsoExecCUDAWorker",
+            version,
+        )
+        return
+    with pytest.raises(InstallError) as refused:
+        engines.require_engine()
+    assert "vllm >=0.25.1,<0.26.0" in refused.value.wanted
+    assert refused.value.found == f"vllm {version}"
+
+
+def test_a_contract_of_another_arch_is_refused(on_a_gpu: None) -> None:
+    with pytest.raises(InstallError, match="an engine of arch cpu"):
+        args("qwen3-dense-cpu")
+
+
+def test_arguments_keep_graphs_and_the_compiler_and_fail_closed(on_a_gpu: None) -> None:
+    given = args(max_model_len=4096, compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"})
+    assert "enforce_eager" not in given
+    assert (given["quantization"], given["attention_backend"]) == ("isoexec", "CUSTOM")
+    compilation = given["compilation_config"]
+    assert compilation["custom_ops"] == ["all"]
+    assert compilation["cudagraph_mode"] == "FULL_DECODE_ONLY"
+    assert compilation["pass_config"]
+    assert not any(compilation["pass_config"].values())
+    said = given["additional_config"]["isoexec"]
+    assert said["contract"]["name"] == "qwen3-dense-sm90"
+    assert {"attention", "lm_head", "logprobs", "norm"} <= set(said["installs"])
+
+
+@pytest.mark.parametrize(
+    ("user", "region"),
+    [
+        ({"compilation_config": {"custom_ops": ["none"]}}, "compilation_config"),
+        ({"compilation_config": 3}, "compilation_config"),
+        ({"attention_backend": "FLASH_ATTN"}, "attention_backend"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"speculative_config": {"method": "eagle"}}, "speculative_config"),
+        ({"logprobs_mode": "raw_logits"}, "logprobs"),
+    ],
+)
+def test_an_argument_that_contradicts_the_contract_is_refused(
+    user: dict[str, Any], region: str, on_a_gpu: None
+) -> None:
+    with pytest.raises(InstallError) as refused:
+        args(**user)
+    assert refused.value.region == region
+
+
+def test_a_switch_the_worker_does_not_claim_is_still_judged(
+    on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = {**ENVIRONMENT, "float32_matmul_precision": "high"}
+    monkeypatch.setattr("isoexec.adapters.vllm.adapter.claimable_environment", lambda: changed)
+    with pytest.raises(InstallError, match="float32_matmul_precision is high"):
+        args()
+
+
+def test_every_region_has_a_hook_that_can_be_taken_out_again(found: dict[str, Any]) -> None:
+    assert all(owner.startswith("isoexec.adapters.vllm.cuda") for owner in found["registered"].values())
+    assert {"column_linear", "qkv_bias", "lm_head", "attention", "rope"} <= set(found["registered"])
+    assert found["removed"]
+    assert found["experts"] == "router: router, routing, dispatch, expert_linear, combine"
+    assert found["windowed"] == "attention: a sliding window"
+
+
+def test_the_compiler_sees_one_opaque_op_a_region(found: dict[str, Any]) -> None:
+    assert found["traced"] == [
+        f"isoexec.sm90_{name}.default"
+        for name in (
+            *("add_rms_norm", "bias_add", "embedding", "linear", "rms_norm", "rope", "silu_mul_halves"),
+        )
+    ]
+
+
+def test_rotary_tables_are_the_specifications_under_the_loaders_dtype(found: dict[str, Any]) -> None:
+    assert found["tables"] is True
+
+
+def test_chunks_drafts_and_padded_decodes_in_pages_are_whole_sequences(found: dict[str, Any]) -> None:
+    attention = found["attention"]
+    assert attention["differ"] == [0, 0, 0]
+    assert attention["elements"] > 10_000
+
+
+def test_what_a_graph_holds_is_filled_again_where_it_lies(found: dict[str, Any]) -> None:
+    attention = found["attention"]
+    assert attention["kept"] == [True, True]
+    assert attention["addresses"]
+    assert attention["keys"] == [[4, 4, 1]]
+
+
+def test_logprobs_of_the_engines_function_are_the_contracts(found: dict[str, Any]) -> None:
+    assert found["logprobs"] == {"shape": [3, 3], "equal": True}
