@@ -89,7 +89,7 @@ def attention() -> dict[str, Any]:
     got = [torch.zeros_like(q) for q, _, _ in drawn]
     config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=max(lengths)))
     make = cuda_attention.IsoExecMetadataBuilder
-    builder = make(SimpleNamespace(block_size=PAGE), [], config, torch.device("cpu"))  # type: ignore[arg-type]
+    builder = make(SimpleNamespace(block_size=PAGE), [], config, torch.device("cpu"))
     impl = cuda_attention.IsoExecAttentionImpl(HEADS, D, D**-0.5, KV)
     cache = Cache(len(lengths), max(lengths))
 
@@ -150,7 +150,7 @@ def attention() -> dict[str, Any]:
     }
 
 
-def bare(kind: type, **values: Any) -> Any:
+def bare(kind: Any, **values: Any) -> Any:
     """A layer of a class without the engine around it."""
     made = kind.__new__(kind)
     nn.Module.__init__(made)

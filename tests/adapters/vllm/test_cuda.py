@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM for CUDA as far as a machine without a GPU tells: which engine, its arguments, its hooks, its metadata, what is compiled."""
+"""vLLM for CUDA as far as a machine without a GPU tells: which engine, arguments, hooks, metadata, what is compiled."""
 
 from __future__ import annotations
 
