@@ -13,12 +13,12 @@ from typing import Any
 from isoexec.adapters.census import Census, CensusEntry, load_allowed, main
 from isoexec.adapters.recorder import Recorder
 from isoexec.adapters.vllm import state
+from isoexec.adapters.vllm.engines import require_engine
 from isoexec.contracts.errors import InstallError
 from isoexec.contracts.schema import Contract
 
-__all__ = ["ALLOWED", "CASES", "WorkerCensus", "census"]
+__all__ = ["CASES", "WorkerCensus", "census"]
 
-ALLOWED = Path(__file__).with_name("census.yaml")
 CASES = ("engine_decode", "engine_prefill")
 _PROMPT = [3, 4, 5, 6, 7]
 _STEPS = ("execute_model", "sample_tokens")
@@ -103,7 +103,7 @@ def census(llm: Any, contract: Contract | None, *, versions: dict[str, str], tim
     return Census.of(
         [CensusEntry.from_dict(e) for part in found for e in part["entries"]],
         {part["case"]: part["inside"] for part in found},
-        load_allowed(ALLOWED),
+        load_allowed(Path(__file__).with_name(require_engine()[0].census)),
         runtime="vllm",
         versions=versions,
         contract=contract.name if contract is not None else None,

