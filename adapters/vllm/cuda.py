@@ -36,6 +36,7 @@ from vllm.model_executor.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
     UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
 )
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -75,7 +76,8 @@ def _with_bias(out: Tensor, bias: Tensor | None, ours: bool) -> Tensor:
     return bias_add(out, bias) if ours else out + bias
 
 
-class BiasMethod(UnquantizedLinearMethod):
+@register_weight_loader_v2_supported_method
+class IsoExecBiasMethod(UnquantizedLinearMethod):
     """The engine's own linear with the contract's bias, where a process installs ``qkv_bias`` and not ``column_linear``."""
 
     def create_weights(self, layer: Any, *args: Any, **extra: Any) -> None:
@@ -86,7 +88,8 @@ class BiasMethod(UnquantizedLinearMethod):
         return _with_bias(super().apply(layer, x, None), bias, True)
 
 
-class LinearMethod(UnquantizedLinearMethod):
+@register_weight_loader_v2_supported_method
+class IsoExecLinearMethod(UnquantizedLinearMethod):
     """A linear of the contract, ``layer.weight`` [N, K] kept as loaded."""
 
     def __init__(self, region: str) -> None:
@@ -181,7 +184,7 @@ class IsoExecRowParallelLinear(RowParallelLinear):
         self.isoexec_group = name_of(get_tp_group().device_group)
 
     def forward(self, input_: Tensor) -> Any:
-        if not isinstance(self.quant_method, LinearMethod):
+        if not isinstance(self.quant_method, IsoExecLinearMethod):
             return super().forward(input_)
         if not self.isoexec_group:
             out = _linear.linear(input_, self.weight)
@@ -247,9 +250,9 @@ class IsoExecCUDAConfig(IsoExecQuantization):
             )
             region = "row_linear" if isinstance(layer, RowParallelLinear) else "column_linear"
             if state.installs(region):
-                return LinearMethod(region)
+                return IsoExecLinearMethod(region)
             own_bias = isinstance(layer, QKVParallelLinear) and state.installs("qkv_bias")
-            return BiasMethod() if own_bias else UnquantizedLinearMethod()
+            return IsoExecBiasMethod() if own_bias else UnquantizedLinearMethod()
         if isinstance(layer, ParallelLMHead):
             return HeadMethod() if state.installs("lm_head") else UnquantizedEmbeddingMethod()
         if isinstance(layer, VocabParallelEmbedding):
@@ -314,7 +317,7 @@ def check(model: nn.Module) -> None:
                     "neox rotation of the whole head",
                     f"{name}: {module.extra_repr()}",
                 )
-            case IsoExecRowParallelLinear() if isinstance(module.quant_method, LinearMethod):
+            case IsoExecRowParallelLinear() if isinstance(module.quant_method, IsoExecLinearMethod):
                 refuse_unless(
                     module.input_is_parallel
                     and module.reduce_results

@@ -177,7 +177,7 @@ def traced() -> list[str]:
         weight=weight(1024, 2048),
         isoexec_group="",
         return_bias=True,
-        quant_method=cuda.LinearMethod("row_linear"),
+        quant_method=cuda.IsoExecLinearMethod("row_linear"),
     )
     head = bare(nn.Module, weight=weight(151936, 1024))
     table_of = bare(
@@ -193,7 +193,7 @@ def traced() -> list[str]:
         isoexec_sin=empty(8192, 64, dtype=torch.float32),
     )  # fmt: skip
     act = bare(cuda.IsoExecSiluAndMul)
-    linear, tied = cuda.LinearMethod("column_linear"), cuda.TableMethod()
+    linear, tied = cuda.IsoExecLinearMethod("column_linear"), cuda.TableMethod()
 
     def forward(ids: Tensor, positions: Tensor) -> Tensor:
         x = table_of.forward(ids)
