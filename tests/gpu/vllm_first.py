@@ -2,8 +2,8 @@
 """The first run of a contracted vLLM engine on a Hopper GPU: a random Qwen3 of real widths, compiled and in CUDA graphs.
 
 `python tests/gpu/vllm_first.py [--seconds 110] [--layers 3] [--eager] [--tied]` writes the checkpoint to a temporary folder,
-starts the engine under `qwen3-dense-sm90` as a user would, and prints what each stage found, one JSON line each; a stage that
-fails says so, and those that can go on do.  The exit status is the number of stages that failed.  `$OUT/vllm_first.json` keeps
+starts the engine as a user would, and prints what each stage found, one JSON line each; a stage that fails says so, and those
+that can go on do.  The contract is `qwen3-dense-sm90` that claims one rank of the engine: its head has no record of more.  The exit status is the number of stages that failed.  `$OUT/vllm_first.json` keeps
 them where OUT is set.  Nothing is fetched.  Stages:
 
 versions, contract    what is installed, and what the plan binds here
@@ -102,6 +102,19 @@ def planned(contract: str) -> dict[str, str]:
     return {b.region: b.provider for b in plan.bindings}
 
 
+def one_rank(place: Path) -> str:
+    """The shipped contract, its claim of the engine's ranks narrowed to the one that runs here; the file's path."""
+    import yaml
+
+    from isoexec.contracts.schema import library
+
+    data = yaml.safe_load(library("qwen3-dense-sm90").read_text())
+    data["claims"]["topology"]["engine"]["TP"] = {"pinned": 1}
+    path = place / "one-rank.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return str(path)
+
+
 def make(folder: Path, layers: int, tied: bool, seed: int) -> int:
     """Write a checkpoint; its tensors' elements."""
     import torch
@@ -128,7 +141,7 @@ def make(folder: Path, layers: int, tied: bool, seed: int) -> int:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
         (file,) = folder.glob("*.safetensors")
-        save_file({k: v for k, v in load_file(file).items() if k != "lm_head.weight"}, file)
+        save_file({k: v for k, v in load_file(file).items() if k != "lm_head.weight"}, file, {"format": "pt"})
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) // 2
 
 
@@ -239,16 +252,13 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=float, default=110.0, help="no stage begins after these")
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--contract", help="a contract of one's own; qwen3-dense-sm90 by default")
+    parser.add_argument("--contract", help="a contract of one's own")
     parser.add_argument("--eager", action="store_true", help="neither compiled nor captured")
     parser.add_argument("--tied", action="store_true", help="the output head is the embedding")
     asked = parser.parse_args()
-    from isoexec.contracts.schema import library
-
-    contract = asked.contract or str(library("qwen3-dense-sm90"))
     run = Run(asked.seconds)
     with tempfile.TemporaryDirectory() as place:
-        stages(run, contract, Path(place), asked)
+        stages(run, asked.contract or one_rank(Path(place)), Path(place), asked)
     failed = [one["stage"] for one in run.found if not one["ok"]]
     print(
         json.dumps(
