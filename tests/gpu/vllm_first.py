@@ -3,8 +3,10 @@
 
 `python tests/gpu/vllm_first.py [--seconds 110] [--layers 3] [--eager] [--tied]` writes the checkpoint to a temporary folder,
 starts the engine as a user would, and prints what each stage found, one JSON line each; a stage that fails says so, and those
-that can go on do.  The contract is `qwen3-dense-sm90` that claims one rank of the engine: its head has no record of more.  The exit status is the number of stages that failed.  `$OUT/vllm_first.json` keeps
-them where OUT is set.  Nothing is fetched.  Stages:
+that can go on do.  The contract is `qwen3-dense-sm90` that claims one rank of the engine: its head has no record of more.  The
+exit status is the number of stages that failed.  `$OUT/vllm_first.json` keeps them where OUT is set.  Nothing is fetched.
+
+Stages:
 
 versions, contract    what is installed, and what the plan binds here
 checkpoint, engine    the model is made, and loaded, compiled, captured
