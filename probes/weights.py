@@ -4,17 +4,18 @@
 The digest of a tensor is a sum over its elements of a 64-bit mix of (global position, bit pattern), in two lanes of different
 seeds.  A sum does not care how the elements are spread, so every rank digests only the part it holds and the parts add up
 (mod 2**64) to the digest of the whole, whatever the parallel layout.  It finds accidents (stale, missing, moved, zero or
-changed elements), not forgeries.
+changed elements), not forgeries.  On a GPU one kernel makes the same sums in one pass (`weights_kernel`).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-__all__ = ["add_partials", "is_zero", "tensor_partial"]
+__all__ = ["add_partials", "is_zero", "spans", "tensor_partial"]
 
 _MASK = (1 << 64) - 1
 _SEEDS = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)
@@ -61,6 +62,11 @@ def tensor_partial(t: torch.Tensor, global_shape: Sequence[int], offsets: Sequen
             raise ValueError(
                 f"shard {tuple(t.shape)} at {tuple(offsets)} is outside of {tuple(global_shape)}"
             )
+    lanes = _on_gpu(t, global_shape, offsets) if t.is_cuda else _in_torch(t, global_shape, offsets)
+    return lanes[0] & _MASK, lanes[1] & _MASK
+
+
+def _in_torch(t: torch.Tensor, global_shape: Sequence[int], offsets: Sequence[int]) -> list[int]:
     index = torch.zeros((), dtype=torch.int64, device=t.device)
     for dim, (size, start) in enumerate(zip(t.shape, offsets, strict=True)):
         stride = math.prod(global_shape[dim + 1 :])
@@ -71,8 +77,40 @@ def tensor_partial(t: torch.Tensor, global_shape: Sequence[int], offsets: Sequen
     lanes = []
     for seed in _SEEDS:
         mixed = _mix(placed ^ _signed(seed))
-        lanes.append(int(mixed.sum().item()) & _MASK)  # int64 addition wraps, which is the sum mod 2**64
-    return lanes[0], lanes[1]
+        lanes.append(int(mixed.sum().item()))  # int64 addition wraps, which is the sum mod 2**64
+    return lanes
+
+
+def spans(
+    shape: Sequence[int], global_shape: Sequence[int], offsets: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], int, int, int]]:
+    """A block as parts of equal rows, at most two-dimensional: (place in its leading dimensions, rows, stride, base).
+
+    A row is a run of elements that are neighbours in the whole tensor; ``stride`` of them lie between two rows' first ones and
+    ``base`` before the part's first.
+    """
+    strides = [math.prod(global_shape[dim + 1 :]) for dim in range(len(shape))]
+    base = sum(start * stride for start, stride in zip(offsets, strides, strict=True))
+    # dimensions behind the last one that is cut are whole: they and it are one run
+    run = max((d for d in range(len(shape)) if shape[d] != global_shape[d]), default=0)
+    if run == 0:
+        yield (), 1, 0, base
+        return
+    leading = shape[: run - 1]
+    for place in itertools.product(*(range(size) for size in leading)):
+        at = base + sum(i * stride for i, stride in zip(place, strides, strict=False))
+        yield place, shape[run - 1], strides[run - 1], at
+
+
+def _on_gpu(t: torch.Tensor, global_shape: Sequence[int], offsets: Sequence[int]) -> list[int]:
+    from isoexec.probes.weights_kernel import lanes
+
+    t = t.detach().contiguous()
+    parts = [
+        lanes(t[place] if place else t, rows=rows, stride=stride, base=base, seeds=_SEEDS, mixers=(_M1, _M2))
+        for place, rows, stride, base in spans(t.shape, global_shape, offsets)
+    ]
+    return [int(lane) for lane in torch.stack(parts).sum(0).tolist()]
 
 
 def add_partials(parts: Sequence[tuple[int, int]]) -> tuple[int, int]:

@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -72,3 +77,12 @@ def test_a_shard_outside_its_tensor_is_refused(
 def test_zero_of_either_sign_is_zero() -> None:
     assert is_zero(torch.tensor([0.0, -0.0]))
     assert not is_zero(torch.tensor([0.0, 1e-38]))
+
+
+def test_the_kernel_of_a_gpu_has_the_same_digests() -> None:
+    script = Path(__file__).with_name("weights_interpreted.py")
+    done = subprocess.run([sys.executable, "-P", str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name, found in json.loads(done.stdout).items():
+        assert found["kernel"] == found["torch"], name
+        assert found["changed"] != found["kernel"], name
