@@ -20,7 +20,7 @@ from isoexec.contracts.modes import Mode, read_mode
 from isoexec.probes.client import ProbeSettings
 from isoexec.probes.verdicts import open_verdict
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "agree"]
 
 _log = structlog.get_logger("isoexec.probes")
 _GO, _HALT = 0, 1
@@ -55,7 +55,7 @@ class Guard:
         `isoexec.contracts.modes`) this rank asks for nothing; each host of a run has a state directory of its own to set it in.
         """
         local = _GO if self._page.fine() else self._decide()
-        if _agree(local, group) == _GO:
+        if agree(local, group) == _GO:
             return
         marker = self._marker(step)
         if checkpoint is not None:
@@ -133,7 +133,8 @@ def _stands(lease: Lease) -> bool:
     return lease.alive and lease.state is not LeaseState.UNKNOWN
 
 
-def _agree(local: int, group: Any) -> int:
+def agree(local: int, group: Any) -> int:
+    """The largest ``local`` of all ranks of ``group`` (None: this process alone); every one of them calls it."""
     if group is None or dist.get_world_size(group) == 1:
         return local
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
