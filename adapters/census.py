@@ -154,6 +154,10 @@ class Census:
         """The entries of one case that nothing allows."""
         return tuple(e for e in self.outside if e.case == name)
 
+    def clean_in(self, case: str) -> bool:
+        """Whether one case ran, with all its arithmetic in regions or allowed."""
+        return bool(self.inside.get(case)) and not self.case(case)
+
     @classmethod
     def judged(
         cls,

@@ -8,7 +8,7 @@ in the run's directory, and no restart takes it up again before `ScoreSkip.clear
 
 ::
 
-    skip = ScoreSkip(client.settings, one_in=16, census={"engine": 0, "trainer": 0})     # every rank
+    skip = ScoreSkip(client.settings, one_in=16, census={"engine": True, "trainer": True})  # every rank
     chosen = skip.choose(sequences, step=step, rollout_version=v, trainer_version=v, group=group)    # rows to score
     if not skip.check(rollout[chosen], scored, step=step): ...                           # score the other rows now
 """
@@ -62,7 +62,7 @@ def padded(values: Sequence[Logprobs], prompt_lengths: Sequence[int], width: int
 class ScoreSkip:
     """One trainer rank's part in the skip; every rank makes one with the same arguments, after ``Client.connect``.
 
-    ``census`` is, by role, how many arithmetic operators a census found outside every region; what it does not hold is unknown.
+    ``census`` is, by role, whether a census of that runtime was clean; what it does not hold, or is None, is unknown.
     ``proving`` steps are scored whole, and compared, before the first one is not.  Record logprobs with the same ``one_in`` on
     both sides, or what the trainer did not score counts as unpaired.
     """
@@ -73,7 +73,7 @@ class ScoreSkip:
         *,
         one_in: int = 16,
         proving: int = 2,
-        census: Mapping[str, int | None],
+        census: Mapping[str, bool | None],
         verdict: VerdictSource | None = None,
     ) -> None:
         if one_in < 1 or proving < 1:
@@ -163,11 +163,11 @@ class ScoreSkip:
         if why is not None:
             return why
         for role in _ROLES:
-            outside = self._census.get(role)
-            if outside is None:
-                return f"no census of the {role}"
-            if outside:
-                return f"{outside} arithmetic operators of the {role} are outside the contract"
+            clean = self._census.get(role)
+            if not clean:
+                return (
+                    f"no census of the {role}" if clean is None else f"the census of the {role} is not clean"
+                )
         mode = read_mode(self._state, self._settings.run).mode
         if mode is not Mode.ENFORCE:
             return f"the run's mode is {mode}: its verdicts stop nothing"

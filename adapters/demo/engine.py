@@ -7,15 +7,29 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import structlog
+import torch
 from vllm import LLM, SamplingParams, TokensPrompt
 
-from isoexec.adapters.vllm.adapter import engine_args
-from isoexec.adapters.vllm.rollout import Rollout
+from isoexec.adapters.demo.memory import peak_bytes
+from isoexec.adapters.vllm.adapter import VllmAdapter, engine_args
+from isoexec.adapters.vllm.rollout import Rollout, exact_float32
+from isoexec.contracts.errors import InstallError
 from isoexec.probes.client import Client, ProbeSettings
 
-__all__ = ["EngineHost"]
+__all__ = ["EngineHost", "logprobs_of"]
 
+_log = structlog.get_logger("isoexec.demo")
 _KV_BYTES = 128 << 20
+_ON_CPU: dict[str, Any] = {
+    "enforce_eager": True,
+    "max_num_batched_tokens": 8192,
+    "enable_chunked_prefill": False,
+    "enable_prefix_caching": False,
+    "kv_cache_memory_bytes": _KV_BYTES,
+}
+"""On a GPU the engine keeps its own defaults: graphs, compilation, chunked prefill, prefix caching, scheduling ahead."""
 
 
 class EngineHost:
@@ -31,6 +45,8 @@ class EngineHost:
         max_length: int,
         batch: int,
         more: dict[str, Any],
+        one_in: int = 1,
+        transport: str = "file",
     ) -> None:
         self._client = Client(ProbeSettings.from_env(), "engine")
         self._client.connect()  # a contract that differs from the run's is refused here, before an engine exists
@@ -38,23 +54,24 @@ class EngineHost:
             "model": model,
             "dtype": dtype,
             "tensor_parallel_size": tp,
-            "enforce_eager": True,
             "skip_tokenizer_init": True,
             "max_model_len": max_length,
             "max_num_seqs": batch,
-            "max_num_batched_tokens": 8192,
-            "enable_chunked_prefill": False,
-            "enable_prefix_caching": False,
-            "kv_cache_memory_bytes": _KV_BYTES,
             "logprobs_mode": "processed_logprobs",
             "seed": 0,
             "trust_remote_code": True,  # the checkpoints are this demo's own; MiMo's holds its configuration class
+            **({} if torch.cuda.is_available() else _ON_CPU),
             **more,
         }
         if contract is not None:
             arguments["worker_extension_cls"] = "isoexec.adapters.demo.faults.FaultExtension"
+        if transport == "handles":
+            from isoexec.adapters.demo.extension import ReceivingFaultExtension
+            from isoexec.adapters.vllm.transfer import receiving
+
+            arguments |= receiving(ReceivingFaultExtension if contract is not None else None)
         self._llm = LLM(**engine_args(contract, **arguments))
-        self._rollout = Rollout(self._llm, self._client)
+        self._rollout = Rollout(self._llm, self._client, one_in=one_in)
         self._silent = False
 
     def generate(
@@ -63,21 +80,24 @@ class EngineHost:
         *,
         step: int,
         version: int,
-        length: int,
+        length: int | Sequence[int],
         temperature: float = 1.0,
         watched: bool = True,
         rescore: int = 0,
         seed: int | None = 0,
+        logprobs: bool = False,
     ) -> dict[str, Any]:
-        """Sample ``length`` tokens to each prompt; ``rescore`` sequences are also read back as prompts.
+        """Sample ``length`` tokens (one number, or one a prompt) to each prompt; ``rescore`` sequences are also read back.
 
-        Returns responses (token ids), the seconds of generation, of the rescore, and of the probe.
+        Returns responses (token ids), with ``logprobs`` also those, float32 by sequence, and the seconds of generation, of the
+        rescore, and of the probe.
         """
+        lengths = [length] * len(prompts) if isinstance(length, int) else list(length)
         params = [
             SamplingParams(
                 temperature=temperature,
                 seed=None if seed is None else seed + 1000 * step + i,
-                max_tokens=length,
+                max_tokens=lengths[i],
                 logprobs=0,
                 ignore_eos=True,
                 detokenize=False,
@@ -98,6 +118,7 @@ class EngineHost:
                 rescored = time.perf_counter()
         return {
             "responses": [list(o.outputs[0].token_ids) for o in outputs],
+            "logprobs": [logprobs_of(o.outputs[0]) for o in outputs] if logprobs else None,
             "cached": sum(o.num_cached_tokens or 0 for o in outputs),
             "seconds": {
                 "generation": generated - start,
@@ -109,7 +130,23 @@ class EngineHost:
     def sync(self, path: str, *, version: int, step: int, watched: bool = True) -> float:
         """Load the weights of ``version``; returns the probe's seconds (digests and attestation)."""
         self._llm.collective_rpc("isoexec_load_weights", timeout=60.0, args=(path, version))
-        self._rollout.reset_cache()
+        return self._loaded(version=version, step=step, watched=watched)
+
+    def receive(
+        self, handles: Sequence[Sequence[Any]], *, version: int, step: int, watched: bool = True
+    ) -> float:
+        """Like `sync`, from the memory of a trainer on this host (`isoexec.adapters.handles`)."""
+        from isoexec.adapters.vllm.transfer import receive
+
+        receive(self._llm, handles, version)
+        return self._loaded(version=version, step=step, watched=watched)
+
+    def _loaded(self, *, version: int, step: int, watched: bool) -> float:
+        try:
+            self._rollout.reset_cache()
+        except InstallError as error:
+            # what is wrong with the cache is attested until a reset holds: this job wants to see it found by the daemon
+            _log.error("prefix cache kept", found=error.found, fix=error.fix)
         self._rollout.weight_version = version
         return self.attest(version=version, step=step) if watched else 0.0
 
@@ -122,6 +159,14 @@ class EngineHost:
             self._rollout.attest("sync", step=step, weight_version=version, require=False)
         return time.perf_counter() - start
 
+    def census(self) -> bool:
+        """Whether all arithmetic that makes a sampled token's logprob is in regions of the contract."""
+        return VllmAdapter(self._llm).census().clean_in("engine_decode")
+
+    def keep_cache(self) -> None:
+        """Fault: the engine says that its prefix cache was reset, and it was not."""
+        self._llm.reset_prefix_cache = lambda *_, **__: True
+
     def replace_norm(self) -> list[str]:
         """Fault: bind the engine's own norm again in one layer of every worker."""
         return [str(n) for n in self._llm.collective_rpc("demo_replace_norm", timeout=60.0)]
@@ -130,9 +175,24 @@ class EngineHost:
         """Fault: the engine's probe says nothing any more, while the engine goes on."""
         self._silent = True
 
+    def memory(self) -> int:
+        """Bytes in use on the GPU now, by every process, for the workers are others; without one this process's peak."""
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            return total - free
+        return peak_bytes(torch.device("cpu"))
+
     def close(self) -> dict[str, float]:
         """End the watch; returns what the probe cost: seconds spent in ``send`` and messages dropped."""
         self._client.close()
         self._llm.llm_engine.engine_core.shutdown()  # its workers are processes of their own, and would stay
         stats = self._client.stats
         return {"seconds": stats.seconds, "dropped": stats.dropped, "sent": stats.sent}
+
+
+def logprobs_of(completion: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The sampled tokens' logprobs of one completion, float32 by token."""
+    values = [
+        entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
+    return exact_float32(values, "sampled logprobs")

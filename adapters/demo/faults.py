@@ -58,6 +58,13 @@ FAULTS: dict[str, Fault] = {
             alert="IsoexecWeightsStale",
         ),
         Fault(
+            name="kept-cache",
+            what="the engine says that its prefix cache was reset at a weight sync, and keeps it",
+            rules=("environment",),
+            outcome="violation",
+            alert="IsoexecKernelReplaced",
+        ),
+        Fault(
             name="temperature",
             what="the engine samples at temperature 0.7, the trainer scores at 1",
             rules=("sampling",),

@@ -40,9 +40,11 @@ class Halted(Exception):  # noqa: N818 - it is how a job ends, not a failure of 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the job's two runtimes are laid out; ``engine`` holds further vLLM arguments.
+    """How the job's two runtimes are laid out; ``engine`` holds further vLLM arguments, ``engine_env`` variables of its process.
 
     ``trainer_ep`` is of a model with experts, whose slices take the tensor ranks that are left; 0 says nothing of it.
+    ``random_weights`` are drawn by the trainer and given to an engine that begins with others (``load_format="dummy"``).
+    ``transport`` is how weights travel: by a ``file``, or by ``handles`` of the trainer's memory on this host.
     """
 
     engine_tp: int = 1
@@ -53,6 +55,12 @@ class Layout:
     sequence_parallel: bool = False
     dtype: str = "bfloat16"
     engine: Mapping[str, Any] = field(default_factory=dict)
+    engine_env: Mapping[str, str] = field(default_factory=dict)
+    gpu: bool = False
+    transport: str = "file"
+    microbatch: int = 32
+    one_in: int = 1
+    random_weights: bool = False
 
     def __str__(self) -> str:
         trainer = f"TP{self.trainer_tp}" + ("+SP" if self.sequence_parallel else "")
@@ -81,8 +89,13 @@ class Job:
         lr: float = 1.5e-3,
         seeded: bool = True,
         engine_model: Path | None = None,
+        patience: float = 180.0,
     ) -> None:
-        """``engine_model`` starts an engine of that model and no trainer: `sample` then takes the place of `step`."""
+        """``engine_model`` starts an engine of that model and no trainer: `sample` then takes the place of `step`.
+
+        ``patience`` is how many seconds a runtime may take to start.
+        """
+        self._patience = patience
         self.run = run
         self.layout = layout
         self.task = task or Task()
@@ -94,8 +107,7 @@ class Job:
         self._weights = self._work / "weights"
         self._settings = ProbeSettings(run=run, state_dir=state_dir, regime=regime, policy=policy)
         self._env = {
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
+            **({} if layout.gpu else {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}),
             "ISOEXEC_RUN": run,
             "ISOEXEC_STATE_DIR": str(state_dir),
             "ISOEXEC_REGIME": regime,
@@ -151,19 +163,25 @@ class Job:
                         "store": str(store),
                         "checkpoint": str(self._work / "checkpoint"),
                         "lr": self._lr,
+                        "microbatch": layout.microbatch,
+                        "one_in": layout.one_in,
+                        "random_weights": layout.random_weights,
                     },
                 )
             )
         engine_env = {**env, **_ENGINE_ENV}
         if self._engine_contract is not None:
             engine_env["ISOEXEC_CONTRACT"] = str(self._engine_contract)
-        if layout.engine_tp == 1:
+        if layout.gpu:
+            pass  # the engine's own defaults: its core and workers are processes of their own
+        elif layout.engine_tp == 1:
             engine_env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         else:
             cores = sorted(os.sched_getaffinity(0))
             engine_env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
                 str(cores[i % len(cores)]) for i in range(layout.engine_tp)
             )
+        engine_env |= layout.engine_env
         longest = self.task.prompt_lengths[1]
         self.engine = Remote(
             "engine",
@@ -178,18 +196,26 @@ class Job:
                 "max_length": longest + self.task.response + 16,
                 "batch": self.task.batch,
                 "more": dict(layout.engine),
+                "one_in": layout.one_in,
+                "transport": layout.transport,
             },
         )
         for remote in self.trainers:
-            remote.wait_ready()
-        self.engine.wait_ready()
+            remote.wait_ready(self._patience)
+        self.engine.wait_ready(self._patience)
         self._client = Client(self._settings, "driver")
         self._client.connect()
         if self.trainers:
             self.sync(step=0)
 
     def sample(
-        self, step: int, *, temperature: float = 1.0, watched: bool = True, rescore: int = -1
+        self,
+        step: int,
+        *,
+        temperature: float = 1.0,
+        watched: bool = True,
+        rescore: int = -1,
+        logprobs: bool = False,
     ) -> dict[str, Any]:
         """One rollout, of which ``rescore`` sequences (-1: all) are read back by the engine as prompts."""
         prompts = self.task.batch_prompts(step)
@@ -203,6 +229,7 @@ class Job:
             watched=watched,
             rescore=len(prompts) if rescore < 0 else rescore,
             seed=0 if self._seeded else None,
+            logprobs=logprobs,
         )
         self.cached_tokens += rollout["cached"]
         return {"prompts": prompts, **rollout}
@@ -216,15 +243,21 @@ class Job:
         before_sync: Callable[[], object] | None = None,
         load: bool = True,
         rescore: int = 8,
+        skip: bool = False,
     ) -> StepRecord:
         """One step of GRPO.  Raises `Halted` at one of its two boundaries: before the rollout, and before the trainer's work.
 
         ``before_sync`` is called between the update and the weight sync; ``load=False`` is the sync that does not happen.
+        ``skip`` spares the trainer's scoring where it may be spared (`allow_skip`).
         """
         start = time.perf_counter()
         self._boundary(step)
         rollout = self.sample(
-            step, temperature=temperature, watched=watched, rescore=rescore if watched else 0
+            step,
+            temperature=temperature,
+            watched=watched,
+            rescore=rescore if watched else 0,
+            logprobs=skip,
         )
         prompts, responses = rollout["prompts"], rollout["responses"]
         rewards = self.task.rewards(responses)
@@ -239,6 +272,7 @@ class Job:
             step=step,
             version=self.version,
             watched=watched,
+            rollout=rollout["logprobs"] if skip else None,
         )
         trained = call_all(
             self.trainers,
@@ -272,6 +306,9 @@ class Job:
             loss=trained[0]["loss"],
             grad_norm=trained[0]["grad_norm"],
             seconds=seconds,
+            tokens=sum(map(len, responses)),
+            scored=scored[0]["rows"],
+            skip=scored[0].get("skip"),
         )
         if watched:
             self._client.send(
@@ -287,16 +324,19 @@ class Job:
         """Publish the trainer's weights as the next version and load them into the engine; seconds of it and of the probes."""
         version = self.version + 1
         start = time.perf_counter()
-        published = call_all(
-            self.trainers, "publish", str(self._weights), version=version, step=step, watched=watched
-        )
-        if load:
+        more = {"version": version, "step": step, "watched": watched}
+        if self.layout.transport == "handles":
+            published = call_all(self.trainers, "offer", **more)
+        else:
+            published = call_all(self.trainers, "publish", str(self._weights), **more)
+        if load and self.layout.transport == "handles":
+            probe = self.engine.call("receive", published[0]["handles"], **more)
+            call_all(self.trainers, "withdraw")
+        elif load:
             probe = self.engine.call(
                 "sync",
                 str(self._weights / "model.safetensors"),
-                version=version,
-                step=step,
-                watched=watched,
+                **more,
             )
         else:
             probe = self.engine.call("attest", version=version, step=step)
@@ -308,6 +348,18 @@ class Job:
         said = [text for text in call_all(self.trainers, "boundary", step) if text is not None]
         if said:
             raise Halted(step, said[0])
+
+    def allow_skip(self) -> dict[str, bool | None]:
+        """Take a census of both runtimes and let the trainer spare what it allows; gives whether each was clean."""
+        found = call_all(self.trainers, "census")
+        trainer = None if any(one is None for one in found) else all(found)
+        census = {"engine": self.engine.call("census"), "trainer": trainer}
+        call_all(self.trainers, "allow_skip", census)
+        return census
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: the trainer's ranks' peaks since the last call added up, and what `EngineHost.memory` says."""
+        return {"trainer": sum(call_all(self.trainers, "memory")), "engine": self.engine.call("memory")}
 
     def checkpoints(self) -> list[Path]:
         """The checkpoint files that lie there."""

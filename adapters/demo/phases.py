@@ -177,6 +177,8 @@ def _run_until_halted(stage: Stage, job: Job, fault: Fault, result: PhaseResult,
                 before_sync = lambda: [t.call("rebuild_groups") for t in job.trainers]  # noqa: E731
             elif planted and fault.name == "kernel":
                 before_sync = lambda: job.engine.call("replace_norm")  # noqa: E731
+            elif planted and fault.name == "kept-cache":
+                job.engine.call("keep_cache")
             elif planted and fault.name == "stale-weights":
                 load = False
             elif planted and fault.name == "silence":

@@ -23,7 +23,10 @@ __all__ = ["Mismatch", "PhaseResult", "StepRecord", "mismatch_of", "plot", "tabl
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One step of the job; seconds by phase, the probes' own among them (0 where they were off)."""
+    """One step of the job; seconds by phase, the probes' own among them (0 where they were off).
+
+    ``tokens`` were sampled, ``scored`` sequences scored before the update; ``skip`` is why a skip that was allowed scored all.
+    """
 
     step: int
     watched: bool
@@ -31,6 +34,9 @@ class StepRecord:
     loss: float
     grad_norm: float
     seconds: Mapping[str, float]
+    tokens: int = 0
+    scored: int = 0
+    skip: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,6 +121,39 @@ def make_qwen3(
         dtype=dtype,
     )
     save_weights(folder / WEIGHTS, weights)
+    write_config(
+        folder,
+        layers=layers,
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=vocab,
+        max_positions=max_positions,
+        dtype=dtype,
+    )
+    return folder
+
+
+def write_config(
+    folder: Path,
+    *,
+    layers: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    vocab: int,
+    max_positions: int = 2048,
+    theta: float = 10000.0,
+    tied: bool = False,
+    dtype: torch.dtype = torch.float32,
+    mimo: bool = False,
+    drafts: bool = False,
+) -> None:
+    """Write the config.json of a dense Qwen3, or of a MiMo, of these sizes; MiMo's class of it comes beside it."""
     config: dict[str, object] = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -141,16 +174,25 @@ def make_qwen3(
         "num_hidden_layers": layers,
         "num_key_value_heads": kv_heads,
         "rms_norm_eps": 1e-06,
-        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
         "sliding_window": None,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": tied,
         "dtype": str(dtype).removeprefix("torch."),
         "use_cache": True,
         "use_sliding_window": False,
         "vocab_size": vocab,
     }
+    if mimo:
+        config |= {
+            "architectures": ["MiMoForCausalLM"],
+            "attention_bias": True,
+            "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
+            "model_type": "mimo",
+            "num_nextn_predict_layers": int(drafts),
+            "rms_norm_eps": 1e-05,
+        }
+        (folder / "configuration_mimo.py").write_text(MIMO_CONFIG)
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    return folder
 
 
 def make_qwen3_moe(
@@ -214,6 +256,18 @@ def make_qwen3_moe(
     return folder
 
 
+_TINY: dict[str, int] = {
+    "layers": 3,
+    "hidden": 128,
+    "ffn": 256,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 32,
+    "vocab": 512,
+}
+"""The sizes `make_qwen3` has where none are given."""
+
+
 def make_mimo(path: Path | str, *, seed: int, drafts: bool = True) -> Path:
     """Write a dense MiMo checkpoint of `make_qwen3`'s sizes to folder ``path``; return it.
 
@@ -230,15 +284,5 @@ def make_mimo(path: Path | str, *, seed: int, drafts: bool = True) -> Path:
         }
         weights[f"{at}input_proj.weight"] = torch.zeros(128, 256)
     save_weights(folder / WEIGHTS, weights)
-    config = json.loads((folder / "config.json").read_text()) | {
-        "architectures": ["MiMoForCausalLM"],
-        "attention_bias": True,
-        "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
-        "model_type": "mimo",
-        "num_nextn_predict_layers": int(drafts),
-        "rms_norm_eps": 1e-05,
-        "rope_parameters": {"rope_theta": 640000.0, "rope_type": "default"},
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    (folder / "configuration_mimo.py").write_text(MIMO_CONFIG)
+    write_config(folder, **_TINY, theta=640000.0, mimo=True, drafts=drafts)
     return folder

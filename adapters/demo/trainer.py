@@ -4,28 +4,34 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+import torch.distributed as dist
+
 from isoexec.adapters.megatron import cpu
 
-cpu.install()  # before megatron-core is imported: this demo runs where there is no GPU
+if not torch.cuda.is_available():
+    cpu.install()  # before megatron-core is imported: the demo runs where there is no GPU
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from isoexec.adapters.megatron.logprobs import score  # noqa: E402
-from isoexec.adapters.megatron.model import build  # noqa: E402
-from isoexec.adapters.megatron.training import Batch, Trainer, group_advantages  # noqa: E402
-from isoexec.adapters.megatron.watch import Watch  # noqa: E402
-from isoexec.adapters.megatron.weights import save_hf  # noqa: E402
-from isoexec.contracts.errors import HaltedError  # noqa: E402
-from isoexec.contracts.schema import Contract  # noqa: E402
-from isoexec.probes.client import Client, ProbeSettings  # noqa: E402
+from isoexec.adapters.demo.memory import peak_bytes, reset_peak
+from isoexec.adapters.handles import handle_of
+from isoexec.adapters.megatron.logprobs import score
+from isoexec.adapters.megatron.model import build
+from isoexec.adapters.megatron.training import Batch, Trainer, group_advantages
+from isoexec.adapters.megatron.watch import Watch
+from isoexec.adapters.megatron.weights import export_hf, pieces, save_hf, unwrap
+from isoexec.contracts.errors import HaltedError
+from isoexec.contracts.schema import Contract
+from isoexec.probes.client import Client, ProbeSettings
+from isoexec.probes.skip import ScoreSkip, padded
 
 __all__ = ["TrainerHost"]
 
@@ -48,14 +54,27 @@ class TrainerHost:
         lr: float,
         cp: int = 1,
         ep: int = 0,
+        microbatch: int = 32,
+        one_in: int = 1,
+        random_weights: bool = False,
     ) -> None:
+        """``random_weights`` are drawn on the rank's device in place of a checkpoint's: ``model`` needs a config.json only."""
         world = tp * pp * cp
         torch.set_num_threads(1)
         self._rank = rank
         self._checkpoint = Path(checkpoint)
         self._client = Client(ProbeSettings.from_env(), "trainer", rank=rank, world=world)
         self._client.connect()
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        self._device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self._device = torch.device("cuda", rank % torch.cuda.device_count())
+            torch.cuda.set_device(self._device)
+        dist.init_process_group(
+            "nccl" if self._device.type == "cuda" else "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world,
+        )
         parallel_state.initialize_model_parallel(
             tp,
             pp,
@@ -70,9 +89,26 @@ class TrainerHost:
             dtype=getattr(torch, dtype),
             contract=Contract.load(contract) if contract else None,
             sequence_parallel=sequence_parallel,
-        )
-        self._trainer = Trainer(self._model, lr=lr, clip_grad=1.0, microbatch=32)
-        self._watch = Watch(self._model, self._client)
+            load=not random_weights,
+        ).to(self._device)
+        if random_weights:
+            _draw(self._model)
+        self._microbatch = microbatch
+        self._trainer = Trainer(self._model, lr=lr, clip_grad=1.0, microbatch=microbatch)
+        self._watch = Watch(self._model, self._client, one_in=one_in)
+        self._one_in = one_in
+        self._skip: ScoreSkip | None = None
+        self._rollout: list[np.ndarray[Any, np.dtype[np.float32]]] | None = None
+        self._offered: list[torch.Tensor] = []
+
+    def census(self) -> bool | None:
+        """Whether all arithmetic that makes this rank's scores is in regions; None where no contract is installed."""
+        adapter = self._model.isoexec_adapter
+        return None if adapter is None else bool(adapter.census().clean_in("trainer_score"))
+
+    def allow_skip(self, census: dict[str, bool | None]) -> None:
+        """From now on `score` spares what `probes.skip` lets it spare of a rollout it is given."""
+        self._skip = ScoreSkip(self._client.settings, one_in=self._one_in, census=census)
 
     def boundary(self, step: int) -> str | None:
         """None to go on; what the halt says when the run is halted, every rank having saved a checkpoint."""
@@ -91,25 +127,76 @@ class TrainerHost:
         step: int,
         version: int,
         watched: bool = True,
-        microbatch: int = 32,
-    ) -> dict[str, float]:
-        """Logprobs of the policy before the update (case trainer_score), kept for `train`; seconds of it and of the probe."""
+        rollout: list[np.ndarray[Any, np.dtype[np.float32]]] | None = None,
+        answer: bool = False,
+    ) -> dict[str, Any]:
+        """Logprobs of the policy before the update (case trainer_score), kept for `train`; seconds of it and of the probe.
+
+        With ``rollout``, the engine's logprobs by sequence, only what the skip asks for is scored. ``answer`` gives the
+        responses' logprobs back, float32 by sequence.
+        """
         start = time.perf_counter()
-        self._tokens = torch.from_numpy(tokens)
-        self._old = score(self._model, self._tokens, microbatch=microbatch)
+        self._tokens = torch.from_numpy(tokens).to(self._device)
+        self._rollout = rollout if self._skip is not None else None
+        rows = np.arange(len(lengths))
+        if self._skip is not None and rollout is not None:
+            sequences = [tokens[i, :end] for i, end in enumerate(lengths)]
+            chosen = self._skip.choose(
+                sequences, step=step, rollout_version=version, trainer_version=version, group=dist.group.WORLD
+            )
+            rows = np.flatnonzero(chosen)
+        found = self._scored(rows)
+        if self._skip is not None and rollout is not None:
+            own = self._responses(found, rows, prompt_lengths, lengths)
+            good = self._skip.check([rollout[i] for i in rows], own, step=step)
+            if not good and len(rows) < len(lengths):
+                rows = np.arange(len(lengths))
+                found = self._scored(rows)
+        if len(rows) == len(lengths) or rollout is None:
+            self._old = found
+        else:
+            assert self._skip is not None
+            whole = padded(rollout, prompt_lengths, tokens.shape[1])
+            spared = np.delete(np.arange(len(lengths)), rows)
+            self._skip.skipped += sum(lengths[i] - prompt_lengths[i] for i in spared)
+            self._old = torch.from_numpy(whole).to(self._device)
+        self._wait()
         scored = time.perf_counter()
         if watched:
             self._watch.record(
                 "trainer_score",
-                self._tokens,
-                self._old,
-                prompt_lengths,
-                lengths,
+                self._tokens[torch.from_numpy(rows).to(self._device)],
+                found,
+                [prompt_lengths[i] for i in rows],
+                [lengths[i] for i in rows],
                 step=step,
                 weight_version=version,
             )
         self._prompts, self._lengths = list(prompt_lengths), list(lengths)
-        return {"score": scored - start, "probe": time.perf_counter() - scored}
+        out = {"score": scored - start, "probe": time.perf_counter() - scored, "rows": len(rows)}
+        if self._skip is not None:
+            out |= {"skip": self._skip.ended or self._skip.waiting, "skipped": self._skip.skipped}
+        if answer:
+            out["logprobs"] = self._responses(found, rows, prompt_lengths, lengths)
+        return out
+
+    def _scored(self, rows: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
+        chosen = self._tokens[torch.from_numpy(rows).to(self._device)]
+        return score(self._model, chosen, microbatch=self._microbatch)
+
+    def _responses(
+        self,
+        values: torch.Tensor,
+        rows: np.ndarray[Any, np.dtype[np.int64]],
+        prompt_lengths: Sequence[int],
+        lengths: Sequence[int],
+    ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+        host = values.detach().float().cpu().numpy()
+        return [np.ascontiguousarray(host[at, prompt_lengths[i] : lengths[i]]) for at, i in enumerate(rows)]
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def train(
         self,
@@ -123,18 +210,24 @@ class TrainerHost:
         """One GRPO update on the sequences last scored; loss, gradient norm, start (unix seconds) and seconds."""
         began = time.time()
         start = time.perf_counter()
-        columns = torch.arange(self._tokens.shape[1]).unsqueeze(0)
-        first = torch.tensor(self._prompts).unsqueeze(1)
-        end = torch.tensor(self._lengths).unsqueeze(1)
+        columns = torch.arange(self._tokens.shape[1], device=self._device).unsqueeze(0)
+        first = torch.tensor(self._prompts, device=self._device).unsqueeze(1)
+        end = torch.tensor(self._lengths, device=self._device).unsqueeze(1)
         result = self._trainer.train_step(
             Batch(
                 tokens=self._tokens,
                 mask=(columns >= first) & (columns < end),
-                advantages=group_advantages(torch.from_numpy(rewards), group),
+                advantages=group_advantages(torch.from_numpy(rewards).to(self._device), group),
                 old_logprobs=self._old,
             )
         )
+        self._wait()
         trained = time.perf_counter()
+        if self._skip is not None and self._rollout is not None:
+            # the update's own forward has the logprobs of every sequence: what was not scored is compared all the same
+            every = np.arange(len(self._lengths))
+            own = self._responses(result.logprobs, every, self._prompts, self._lengths)
+            self._skip.check(self._rollout, own, step=step)
         if watched:
             self._watch.record(
                 "trainer_fwd",
@@ -162,6 +255,36 @@ class TrainerHost:
             self._watch.synced(version, step=step)
         return {"sync": saved - start, "probe": time.perf_counter() - saved}
 
+    def offer(self, *, version: int, step: int, watched: bool = True) -> dict[str, Any]:
+        """Hold the weights out as ``version`` by handles (rank 0), digest and attest; seconds of both, and the handles.
+
+        They stay until the next call of `offer`, or until `withdraw`.
+        """
+        start = time.perf_counter()
+        named = [(name, *handle_of(t)) for name, t in export_hf(self._model, device=self._device).items()]
+        self._offered = [t for _, t, _ in named]
+        self._wait()
+        offered = time.perf_counter()
+        if watched:
+            self._watch.synced(version, step=step)
+        return {
+            "sync": offered - start,
+            "probe": time.perf_counter() - offered,
+            "handles": [[name, handle] for name, _, handle in named],
+        }
+
+    def withdraw(self) -> None:
+        """The engine has read what was offered."""
+        self._offered = []
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()
+
+    def memory(self) -> int:
+        """Peak bytes of this rank since the last call: on the GPU, or of the process where there is none."""
+        found = peak_bytes(self._device)
+        reset_peak(self._device)
+        return found
+
     def rebuild_groups(self) -> dict[str, int]:
         """Fault: the framework made the tensor-parallel groups anew, of one rank each, and handed them to live layers."""
         solo = [dist.new_group([r]) for r in range(dist.get_world_size())][self._rank]
@@ -178,3 +301,25 @@ class TrainerHost:
         stats = self._client.stats
         dist.destroy_process_group()
         return {"seconds": stats.seconds, "dropped": stats.dropped, "sent": stats.sent}
+
+
+@torch.no_grad()
+def _draw(model: Any) -> None:
+    """Seeded weights that keep activations near 1; a block is drawn by its name and place, so that replicas are equal."""
+    for piece in pieces(model):
+        seed = zlib.crc32(f"{piece.name} {piece.offset}".encode())
+        generator = torch.Generator(device=piece.view.device).manual_seed(seed)
+        drawn = torch.randn(piece.shape, generator=generator, device=piece.view.device)
+        if piece.name.endswith("norm.weight"):
+            drawn = 1.0 + 0.1 * drawn
+        elif piece.name.endswith(".bias"):
+            drawn = 0.5 * drawn
+        elif piece.name.startswith("lm_head"):
+            drawn *= 3.0 * piece.whole[-1] ** -0.5
+        elif piece.name.startswith("model.embed_tokens"):
+            # a tied embedding is the head too: logits of an untied one's size
+            tied = unwrap(model).share_embeddings_and_output_weights
+            drawn *= 3.0 * piece.whole[-1] ** -0.5 if tied else 1.0
+        else:
+            drawn *= piece.whole[-1] ** -0.5
+        piece.write(drawn.to(piece.view.dtype))

@@ -216,13 +216,16 @@ def _mlp_names(experts: int | None) -> list[str]:
     return names if experts is None else ["mlp.gate.weight", *names]
 
 
-def export_hf(model: Any, *, masters: bool = False) -> dict[str, Tensor]:
+def export_hf(model: Any, *, masters: bool = False, device: torch.device | None = None) -> dict[str, Tensor]:
     """The whole model by Hugging Face name on rank 0 of the world, in the weights' own dtype; empty on every other rank.
 
-    Every rank must call it.  Blocks travel point to point; a replica sends nothing.
+    Every rank must call it.  Blocks travel point to point; a replica sends nothing.  The tensors are on ``device``, the CPU
+    where none is named; on the model's own device a tensor that this rank holds alone and whole is the parameter itself.
     """
     inner = unwrap(model)
     mine = [p for p in pieces(inner, masters=masters) if p.owner]
+    if device is not None and dist.get_world_size() == 1 and all(p.view.device == device for p in mine):
+        return {p.name: p.read() for p in mine}
     if dist.get_world_size() == 1:
         lists = [[(p.name, p.shape, p.offset, p.whole, p.view.dtype) for p in mine]]
     else:
@@ -241,7 +244,9 @@ def export_hf(model: Any, *, masters: bool = False) -> dict[str, Tensor]:
             else:
                 block = torch.empty(shape, dtype=dtype, device=next(inner.parameters()).device)
                 dist.recv(block, source)
-            target = out.setdefault(name, torch.empty(whole, dtype=dtype))
+            target = out.get(name)
+            if target is None:
+                target = out[name] = torch.empty(whole, dtype=dtype, device=device)
             target[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))].copy_(block)
     return out
 

@@ -17,10 +17,16 @@ from isoexec.probes.client import ProbeSettings
 from isoexec.probes.pairing import sampled, sequence_digest
 from isoexec.probes.skip import ScoreSkip, not_claimed, padded
 
-CLEAN: dict[str, int | None] = {"engine": 0, "trainer": 0}
+CLEAN: dict[str, bool | None] = {"engine": True, "trainer": True}
 SEQUENCES = [[1, 5, i, 7 * i] for i in range(200)]
-LOGPROBS = [np.array([-0.5, -1.25], np.float32)]
 ONE_IN = 8
+
+
+def logprobs(*values: float) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.array(values, np.float32)
+
+
+LOGPROBS = [logprobs(-0.5, -1.25)]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +48,7 @@ def settings(tmp_path: Path, contract: Contract, page: LeasePage) -> ProbeSettin
     return ProbeSettings(run="r", state_dir=tmp_path, regime="bitwise", contract=contract)
 
 
-def proven(settings: ProbeSettings, census: dict[str, int | None] = CLEAN) -> ScoreSkip:
+def proven(settings: ProbeSettings, census: dict[str, bool | None] = CLEAN) -> ScoreSkip:
     skip = ScoreSkip(settings, one_in=ONE_IN, census=census)
     for step in (0, 1):
         assert chosen(skip, step) == len(SEQUENCES)
@@ -93,13 +99,13 @@ def test_one_bit_ends_it_at_once_and_a_restart_does_not_take_it_up(settings: Pro
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_equal_bits_of_no_number_are_no_proof(settings: ProbeSettings, value: float) -> None:
-    broken = [np.array([-0.5, value], np.float32)]
+    broken = [logprobs(-0.5, value)]
     skip = proven(settings)
     assert not skip.check(broken, broken, step=2)
 
 
 def test_zeros_of_both_signs_differ_for_they_are_compared_as_integers(settings: ProbeSettings) -> None:
-    assert not proven(settings).check([np.float32([0.0])], [np.float32([-0.0])], step=2)
+    assert not proven(settings).check([logprobs(0.0)], [logprobs(-0.0)], step=2)
 
 
 def test_logprobs_that_lack_a_token_or_are_of_another_dtype_end_it(settings: ProbeSettings) -> None:
@@ -151,10 +157,14 @@ def test_before_it_has_begun_what_is_unknown_only_makes_it_wait(
 
 @pytest.mark.parametrize(
     ("census", "said"),
-    [({"engine": 0}, "no census of the trainer"), ({"engine": 2, "trainer": 0}, "2 arithmetic operators")],
+    [
+        ({"engine": True}, "no census of the trainer"),
+        ({"engine": None, "trainer": True}, "no census of the engine"),
+        ({"engine": True, "trainer": False}, "the census of the trainer is not clean"),
+    ],
 )
 def test_a_census_that_is_missing_or_not_clean_keeps_it_off(
-    settings: ProbeSettings, census: dict[str, int | None], said: str
+    settings: ProbeSettings, census: dict[str, bool | None], said: str
 ) -> None:
     skip = proven(settings, census)
     assert chosen(skip, 2) == len(SEQUENCES)
@@ -194,5 +204,5 @@ def test_a_note_of_the_end_that_cannot_be_read_is_no_permission(settings: ProbeS
 
 
 def test_rows_are_aligned_with_right_padded_tokens() -> None:
-    found = padded([np.float32([-1, -2]), np.float32([-3])], [1, 2], 4)
+    found = padded([logprobs(-1, -2), logprobs(-3)], [1, 2], 4)
     assert found.tolist() == [[0, -1, -2, 0], [0, 0, -3, 0]]

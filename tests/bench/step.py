@@ -1,0 +1,430 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times a synchronous RL step (generate, score, train, sync) natively and under the contract, in turns, on the same prompts.
+
+    python tests/bench/step.py --tiny --seconds 120                       # here, on the CPU's adapters
+    python tests/bench/step.py --model qwen3-0.6b --seconds 500           # one H200
+    python tests/bench/step.py --model qwen3-8b --layers 12 --bits 100000 --seconds 500
+
+Columns: `native`; `contract`; `contract+skip`, whose trainer scores one sequence in `--one-in` and takes the rollout's logprobs
+for the others (`isoexec.probes.skip`); `invariant`, vLLM's batch-invariant mode before the native trainer. Each side's engine and
+trainer are processes of their own, for what they switch is process state. Sides take turns, the order turned in each round, and
+stay on the GPU together where `--resident` says so: otherwise a side ends its processes before the next one starts. The first
+step of a side's processes warms up and is not counted, nor are those in which the skip proves itself. `--bits N` then compares at
+least N sampled tokens, prompts of 16 to 4096, responses to 2048, batches of 1 to 256, rollout against trainer as integers,
+natively and under the contract.
+
+Results are written after each turn to step.json and step.md in $OUT (or `--out`). A side that fails is named there with its
+error, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+if importlib.util.find_spec("isoexec") is None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".src"))
+
+from isoexec.adapters.demo.job import Halted, Job, Layout, pad
+from isoexec.adapters.demo.processes import RemoteError, call_all
+from isoexec.adapters.demo.services import Daemon
+from isoexec.adapters.demo.task import Task
+from isoexec.adapters.demo.tiny import make_qwen3, write_config
+from isoexec.contracts.errors import IsoExecError
+from isoexec.contracts.schema import library
+
+__all__ = ["Bench", "bits", "main", "markdown"]
+
+GIB = 1 << 30
+SIDES = ("native", "contract", "contract+skip", "invariant")
+PARTS = ("generation", "score", "train", "sync", "probe", "step")
+# name: what `write_config` takes, and the contract's stem
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "qwen3-0.6b": (
+        {"layers": 28, "hidden": 1024, "ffn": 3072, "heads": 16, "kv_heads": 8, "head_dim": 128,
+         "vocab": 151936, "theta": 1e6, "tied": True},
+        "qwen3-dense",
+    ),
+    "qwen3-8b": (
+        {"layers": 36, "hidden": 4096, "ffn": 12288, "heads": 32, "kv_heads": 8, "head_dim": 128,
+         "vocab": 151936, "theta": 1e6},
+        "qwen3-dense",
+    ),
+    "mimo-7b": (
+        {"layers": 36, "hidden": 4096, "ffn": 11008, "heads": 32, "kv_heads": 8, "head_dim": 128,
+         "vocab": 151680, "theta": 640000.0, "mimo": True},
+        "mimo-dense",
+    ),
+}  # fmt: skip
+_PROVING = 5  # steps, at most, until the skip may begin; in later turns its first one
+RAW = {"logprobs_mode": "raw_logprobs"}  # at temperature 1 the same numbers, and the engine's default
+
+
+class Bench:
+    """The sides of one run, and what they have measured."""
+
+    def __init__(self, args: argparse.Namespace, work: Path, daemon: Daemon, out: Path) -> None:
+        self.args, self.work, self.daemon, self.out = args, work, daemon, out
+        self.started = time.monotonic()
+        self.found: dict[str, Any] = {
+            "what": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+            "host": platform.node(),
+            "python": platform.python_version(),
+            "started": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+            "sides": {side: {"steps": [], "absent": None} for side in args.sides},
+            "bits": {},
+        }
+        if args.tiny:
+            self.model, stem = make_qwen3(work / "model", seed=20), "qwen3-dense"
+        else:
+            sizes, stem = MODELS[args.model]
+            sizes = {**sizes, **({"layers": args.layers} if args.layers else {})}
+            self.model = work / "model"
+            self.model.mkdir(parents=True)
+            import torch
+
+            write_config(self.model, **sizes, max_positions=8192, dtype=torch.bfloat16)
+        self.contract = library(f"{stem}-{'cpu' if args.tiny else 'sm90'}")
+        self.task = Task(
+            vocab=512 if args.tiny else sizes["vocab"],
+            prompts=args.prompts,
+            group=args.group,
+            prompt_lengths=(args.prompt[0], args.prompt[1]),
+            response=args.response,
+        )
+        self._jobs: dict[str, Job] = {}
+        self._stack = ExitStack()
+        self._next: dict[str, int] = {}
+        self._opened = 0
+
+    @property
+    def left(self) -> float:
+        return float(self.args.seconds - (time.monotonic() - self.started))
+
+    def layout(self, job: str) -> Layout:
+        """How a job's runtimes are laid out on this machine."""
+        args = self.args
+        if args.tiny:
+            plain = Layout(engine=RAW, one_in=args.one_in, transport=args.transport)
+        else:
+            plain = Layout(
+                engine_tp=args.tp,
+                trainer_tp=args.tp,
+                gpu=True,
+                microbatch=args.microbatch,
+                one_in=args.one_in,
+                transport=args.transport,
+                random_weights=True,
+                engine={
+                    **RAW,
+                    "load_format": "dummy",
+                    "kv_cache_memory_bytes": int(args.kv_gib * GIB),
+                    # only looked at before the model is loaded, beside whatever else is on the GPU
+                    "gpu_memory_utilization": 0.05,
+                },
+            )
+        return replace(plain, engine_env={"VLLM_BATCH_INVARIANT": "1"}) if job == "invariant" else plain
+
+    def open(self, job: str, task: Task) -> Job:
+        """Start a job's runtimes."""
+        self._opened += 1
+        made = Job(
+            run=f"bench-{job}-{self._opened}",
+            layout=self.layout(job),
+            model=self.model,
+            work=self.work,
+            state_dir=self.daemon.state.path,
+            contract=self.contract if job == "contract" else None,
+            regime="bitwise" if job == "contract" else "bf16_dense",
+            task=task,
+            lr=1e-6,
+            patience=600.0,
+        )
+        self._stack.enter_context(made)
+        return made
+
+    def close(self) -> None:
+        """End every job's processes."""
+        self._stack.close()
+        self._jobs.clear()
+
+    def _job(self, side: str) -> Job:
+        name = side.partition("+")[0]
+        if name not in self._jobs:
+            if not self.args.resident:
+                self.close()
+            job = self._jobs[name] = self.open(name, self.task)
+            if name == "contract" and "contract+skip" in self.args.sides:
+                self.found["census"] = job.allow_skip()
+            self._next[name] = 0
+            self._step(job, name, skip=False)  # warms up
+        return self._jobs[name]
+
+    def _step(self, job: Job, name: str, *, skip: bool) -> dict[str, Any]:
+        step = self._next[name]
+        self._next[name] += 1
+        record = job.step(step, rescore=0, skip=skip)
+        return asdict(record)
+
+    def turn(self, side: str) -> None:
+        """One turn of a side: a measured step, or as many as `--steps` says."""
+        entry = self.found["sides"][side]
+        if entry["absent"] is not None:
+            return
+        try:
+            job, skip = self._job(side), "skip" in side
+            name = side.partition("+")[0]
+            for _ in range(_PROVING if skip else 0):
+                if self._step(job, name, skip=True)["skip"] is None:
+                    break
+            for _ in range(self.args.steps):
+                row = self._step(job, name, skip=skip)
+                row["memory"] = job.memory()
+                entry["steps"].append(row)
+        except (RemoteError, IsoExecError, Halted) as error:
+            entry["absent"] = f"{type(error).__name__}: {error}"
+            print(f"{side}: {entry['absent']}", file=sys.stderr, flush=True)
+            self.close()
+        self.write()
+
+    def rounds(self, seconds: float) -> None:
+        """Turns until the time is over or every side has `--rounds` of them."""
+        sides = list(self.args.sides)
+        for number in range(self.args.rounds):
+            at = number % len(sides)
+            order = sides[at:] + sides[:at]
+            if not self.args.resident:  # a job's two columns share its processes
+                order.sort(
+                    key=lambda side: [s.partition("+")[0] for s in sides].index(side.partition("+")[0])
+                )
+            for side in order:
+                if time.monotonic() - self.started > seconds:
+                    return
+                self.turn(side)
+        self.close()
+
+    def write(self) -> None:
+        """Write what is known so far."""
+        self.found["seconds"] = round(time.monotonic() - self.started, 1)
+        self.out.mkdir(parents=True, exist_ok=True)
+        (self.out / "step.json").write_text(json.dumps(self.found, indent=1) + "\n")
+        (self.out / "step.md").write_text(markdown(self.found))
+
+
+def _cycle(rng: np.random.Generator, args: argparse.Namespace) -> Iterator[tuple[list[list[int]], list[int]]]:
+    """Batches of mixed size; prompts and responses of mixed lengths, evenly over their logarithm."""
+    batches = (1, 3, 8) if args.tiny else (1, 256, 8, 32, 2, 128, 64)
+    low, high, longest = (4, 60, 40) if args.tiny else (16, 4096, 2048)
+    vocab = 512 if args.tiny else MODELS[args.model][0]["vocab"]
+
+    def lengths(count: int, a: int, b: int) -> list[int]:
+        return [int(x) for x in np.exp(rng.uniform(np.log(a), np.log(b + 1), count)).clip(a, b)]
+
+    first = True
+    while True:
+        for size in batches:
+            prompts, responses = lengths(size, low, high), lengths(size, 16, longest)
+            if first and size > 1:  # both ends are there in any case
+                prompts[:2], responses[:2], first = [low, high], [longest, 16], False
+            yield [rng.integers(3, vocab, n).tolist() for n in prompts], responses
+
+
+def bits(bench: Bench, job: str) -> dict[str, Any]:
+    """Sample at least `--bits` tokens in a job and compare each with the trainer's score, as integers."""
+    args = bench.args
+    longest = (60, 40) if args.tiny else (4096, 2048)
+    # the longest batch decides how much the engine takes at once
+    most = 8 if args.tiny else 256
+    task = replace(bench.task, prompts=most, group=1, prompt_lengths=(4, longest[0]), response=longest[1])
+    found: dict[str, Any] = {"tokens": 0, "equal": 0, "sum_abs_d": 0.0, "max_abs_d": 0.0, "sequences": 0}
+    budget = 4096 if args.tiny else 65536  # tokens a call
+    running = bench.open(job, task)
+    rng = np.random.default_rng(7)
+    for number, (prompts, lengths) in enumerate(_cycle(rng, args)):
+        if found["tokens"] >= args.bits or (bench.left < 20 and found["tokens"]):
+            break
+        rollout = running.engine.call(
+            "generate", prompts, step=number, version=running.version, length=lengths, watched=False, logprobs=True,
+            seed=number if running.layout.gpu else 0,
+        )  # fmt: skip
+        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(rollout["responses"][i]))
+        while by_length:
+            width = len(prompts[by_length[-1]]) + len(rollout["responses"][by_length[-1]])
+            part = [by_length.pop() for _ in range(min(len(by_length), max(1, budget // width)))]
+            tokens, first, ends = pad([prompts[i] for i in part], [rollout["responses"][i] for i in part])
+            (scored, *_) = call_all(
+                running.trainers, "score", tokens, first, ends, step=number, version=running.version,
+                watched=False, answer=True,
+            )  # fmt: skip
+            for i, own in zip(part, scored["logprobs"], strict=True):
+                _compare(found, rollout["logprobs"][i], own)
+    bench.close()
+    tokens = max(found["tokens"], 1)
+    return found | {"share": found["equal"] / tokens, "mean_abs_d": found.pop("sum_abs_d") / tokens}
+
+
+def _compare(found: dict[str, Any], rollout: Any, trainer: Any) -> None:
+    if rollout.dtype != np.float32 or trainer.dtype != np.float32 or rollout.shape != trainer.shape:
+        raise IsoExecError(
+            f"wanted float32 of one shape, found {rollout.dtype} {rollout.shape} and {trainer.dtype} {trainer.shape}"
+        )
+    same = (rollout.view(np.int32) == trainer.view(np.int32)) & np.isfinite(rollout)
+    d = np.abs(trainer.astype(np.float64) - rollout.astype(np.float64))
+    found["sequences"] += 1
+    found["tokens"] += len(rollout)
+    found["equal"] += int(same.sum())
+    found["sum_abs_d"] += float(d.sum())
+    found["max_abs_d"] = max(found["max_abs_d"], float(d.max(initial=0.0)))
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The tables: medians of a side's steps."""
+    lines = [
+        f"# A synchronous RL step, {found['what']['model'] if not found['what']['tiny'] else 'tiny model on CPU'}",
+        "",
+        f"{found['started']} UTC, {found.get('seconds', 0)} s. Seconds, medians of the steps; GiB.",
+        "",
+        "| side | steps | "
+        + " | ".join(PARTS)
+        + " | x native | tokens/s sampled | tokens/s step | scored | trainer | engine |",
+        "|---|" + "---|" * (len(PARTS) + 7),
+    ]
+    native = _medians(found["sides"].get("native", {}).get("steps", []))
+    notes = []
+    for side, entry in found["sides"].items():
+        if entry["absent"] is not None:
+            notes.append(f"- {side}: {entry['absent']}")
+        steps = entry["steps"]
+        if not steps:
+            lines.append(f"| {side} | 0 |" + " - |" * (len(PARTS) + 6))
+            continue
+        m = _medians(steps)
+        over = f"{m['step'] / native['step']:.3f}" if native else "-"
+        shown = " | ".join(f"{m[part]:.3f}" for part in PARTS)
+        lines.append(
+            f"| {side} | {len(steps)} | {shown} | {over} | {m['tokens'] / m['generation']:,.0f} | "
+            f"{m['tokens'] / m['step']:,.0f} | {m['scored']:.0f} | {m['trainer'] / GIB:.1f} | {m['engine'] / GIB:.1f} |"
+        )
+        whys = sorted({row["skip"] for row in steps if row["skip"] and "skip" in side})
+        notes += [f"- {side}, a step scored whole: {why}" for why in whys]
+    if found["bits"]:
+        lines += [
+            "",
+            "| side | tokens | sequences | bitwise equal | mean abs d | max abs d |",
+            "|---|---|---|---|---|---|",
+        ]
+        for side, b in found["bits"].items():
+            if "absent" in b:
+                notes.append(f"- bits, {side}: {b['absent']}")
+                continue
+            lines.append(
+                f"| {side} | {b['tokens']:,} | {b['sequences']} | {b['share']:.6f} | {b['mean_abs_d']:.3e} | "
+                f"{b['max_abs_d']:.3e} |"
+            )
+    return "\n".join([*lines, "", *notes, ""])
+
+
+def _medians(steps: list[dict[str, Any]]) -> dict[str, float]:
+    if not steps:
+        return {}
+    out = {part: median(row["seconds"][part] for row in steps) for part in PARTS}
+    out |= {key: median(row[key] for row in steps) for key in ("tokens", "scored")}
+    return out | {key: max(row["memory"][key] for row in steps) for key in ("trainer", "engine")}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU's adapters")
+    parser.add_argument(
+        "--model", choices=sorted(MODELS), default="qwen3-0.6b", help="a shape; its weights are random"
+    )
+    parser.add_argument(
+        "--layers", type=int, help="fewer layers than the shape has, where its optimizer has no room"
+    )
+    parser.add_argument("--sides", type=lambda text: text.split(","), help=f"of {','.join(SIDES)}")
+    parser.add_argument("--seconds", type=float, default=500.0, help="limit of the whole run")
+    parser.add_argument("--rounds", type=int, default=1000, help="turns of each side at most")
+    parser.add_argument("--steps", type=int, default=1, help="measured steps a turn")
+    parser.add_argument("--resident", action="store_true", help="all sides stay on the GPU")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel degree of engine and trainer")
+    parser.add_argument("--prompts", type=int)
+    parser.add_argument("--group", type=int, default=8, help="responses to a prompt")
+    parser.add_argument("--prompt", type=int, nargs=2, metavar=("LOW", "HIGH"))
+    parser.add_argument("--response", type=int)
+    parser.add_argument("--microbatch", type=int, default=4, help="rows the trainer takes at once")
+    parser.add_argument("--kv-gib", type=float, default=16.0, help="GiB of an engine's key-value cache")
+    parser.add_argument(
+        "--one-in", type=int, default=8, help="sequences of which one is recorded, and scored under the skip"
+    )
+    parser.add_argument(
+        "--transport", choices=("handles", "file"), default="handles", help="how weights travel"
+    )
+    parser.add_argument(
+        "--bits", type=int, default=0, help="sampled tokens to compare on either side; 0 for none"
+    )
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "step-report")))
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run it; 1 where a side or a comparison failed."""
+    args = _parser().parse_args(argv)
+    sides = args.sides or [s for s in SIDES if not (args.tiny and s == "invariant")]
+    if set(sides) - set(SIDES):
+        raise SystemExit(f"--sides: wanted some of {', '.join(SIDES)}, found {', '.join(sides)}")
+    args.sides = sides
+    small: dict[str, Any] = {"prompts": 2, "prompt": [8, 24], "response": 24}
+    large: dict[str, Any] = {"prompts": 8, "prompt": [64, 512], "response": 512}
+    for name, value in (small if args.tiny else large).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    work = Path(tempfile.mkdtemp(prefix="isoexec-step-"))
+    daemon = Daemon(work / "state", work / "daemon.log")
+    bench = Bench(args, work, daemon, args.out)
+    try:
+        bench.rounds(args.seconds * (0.6 if args.bits else 1.0))
+        bench.close()
+        for job in ("native", "contract") if args.bits else ():
+            bench.found["bits"][job] = _or_absent(lambda job=job: bits(bench, job), bench)
+            bench.write()
+    finally:
+        bench.close()
+        daemon.close()
+        for log in work.rglob("*.log"):
+            target = args.out / "logs" / log.relative_to(work)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(log, target)
+        shutil.rmtree(work, ignore_errors=True)
+    bench.write()
+    print(markdown(bench.found))
+    failed = any(entry["absent"] for entry in bench.found["sides"].values())
+    return 1 if failed or any("absent" in b for b in bench.found["bits"].values()) else 0
+
+
+def _or_absent(call: Callable[[], dict[str, Any]], bench: Bench) -> dict[str, Any]:
+    try:
+        return call()
+    except (RemoteError, IsoExecError) as error:
+        bench.close()
+        return {"absent": f"{type(error).__name__}: {error}"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
