@@ -41,7 +41,7 @@ def opened(handle: list[Any]) -> Tensor:
         uuid, *rest = rest
         storage = torch.UntypedStorage._new_shared_cuda(_device(uuid), *rest)
     else:
-        storage = torch.UntypedStorage._new_shared_filename_cpu(*rest)  # type: ignore[attr-defined]
+        storage = torch.UntypedStorage._new_shared_filename_cpu(*rest)
     out = torch.empty(0, dtype=getattr(torch, dtype), device=storage.device)
     strides = torch.empty(shape, device="meta").stride()
     return out.set_(storage, offset, tuple(shape), strides)

@@ -62,7 +62,7 @@ FAULTS: dict[str, Fault] = {
             what="the engine says that its prefix cache was reset at a weight sync, and keeps it",
             rules=("environment",),
             outcome="violation",
-            alert="IsoexecKernelReplaced",
+            alert="IsoexecEnvironmentDiffers",
         ),
         Fault(
             name="temperature",

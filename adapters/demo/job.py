@@ -89,13 +89,11 @@ class Job:
         lr: float = 1.5e-3,
         seeded: bool = True,
         engine_model: Path | None = None,
-        patience: float = 180.0,
     ) -> None:
-        """``engine_model`` starts an engine of that model and no trainer: `sample` then takes the place of `step`.
-
-        ``patience`` is how many seconds a runtime may take to start.
-        """
-        self._patience = patience
+        """``engine_model`` starts an engine of that model and no trainer: `sample` then takes the place of `step`."""
+        self._patience = (
+            900.0 if layout.gpu else 180.0
+        )  # seconds a runtime may take to start: there kernels are compiled
         self.run = run
         self.layout = layout
         self.task = task or Task()
@@ -173,7 +171,8 @@ class Job:
         if self._engine_contract is not None:
             engine_env["ISOEXEC_CONTRACT"] = str(self._engine_contract)
         if layout.gpu:
-            pass  # the engine's own defaults: its core and workers are processes of their own
+            # its core and workers are processes of their own; one that is forked from where CUDA was asked for has none
+            engine_env["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
         elif layout.engine_tp == 1:
             engine_env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         else:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Stage:
     work: Path
     contract: Path
     tick: Callable[[str, int, int], None]
+    lr: float = 1.5e-3
 
     def windows(self, run: str) -> list[dict[str, Any]]:
         """The windows the daemon judged of a run, oldest first."""
@@ -56,7 +57,13 @@ class Stage:
 
     def job(self, run: str, layout: Layout, **more: Any) -> Job:
         return Job(
-            run=run, layout=layout, model=self.model, work=self.work, state_dir=self.daemon.state.path, **more
+            run=run,
+            layout=layout,
+            model=self.model,
+            work=self.work,
+            state_dir=self.daemon.state.path,
+            lr=self.lr,
+            **more,
         )
 
 
@@ -109,6 +116,9 @@ def fault_phase(stage: Stage, fault: Fault, layout: Layout, *, steps: int, regim
         contract = edited_contract(
             contract, folder / "contract.yaml", {"claims.topology.trainer.TP": {"pinned": layout.trainer_tp}}
         )
+    if fault.name == "kept-cache" and not layout.gpu:
+        # on a GPU the engine has a prefix cache of itself
+        layout = replace(layout, engine={**layout.engine, "enable_prefix_caching": True, "block_size": 32})
     engine_contract = None
     if fault.name == "digest":
         engine_contract = edited_contract(

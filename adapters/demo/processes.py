@@ -22,7 +22,7 @@ from isoexec.contracts.errors import IsoExecError
 __all__ = ["Remote", "RemoteError", "call_all"]
 
 _START_SECONDS = 180.0
-_CALL_SECONDS = 180.0
+_CALL_SECONDS = 600.0
 
 
 class RemoteError(IsoExecError):

@@ -139,13 +139,13 @@ def make_qwen3(
 def write_config(
     folder: Path,
     *,
-    layers: int,
-    hidden: int,
-    ffn: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    vocab: int,
+    layers: int = 3,
+    hidden: int = 128,
+    ffn: int = 256,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    vocab: int = 512,
     max_positions: int = 2048,
     theta: float = 10000.0,
     tied: bool = False,
@@ -256,18 +256,6 @@ def make_qwen3_moe(
     return folder
 
 
-_TINY: dict[str, int] = {
-    "layers": 3,
-    "hidden": 128,
-    "ffn": 256,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 32,
-    "vocab": 512,
-}
-"""The sizes `make_qwen3` has where none are given."""
-
-
 def make_mimo(path: Path | str, *, seed: int, drafts: bool = True) -> Path:
     """Write a dense MiMo checkpoint of `make_qwen3`'s sizes to folder ``path``; return it.
 
@@ -284,5 +272,5 @@ def make_mimo(path: Path | str, *, seed: int, drafts: bool = True) -> Path:
         }
         weights[f"{at}input_proj.weight"] = torch.zeros(128, 256)
     save_weights(folder / WEIGHTS, weights)
-    write_config(folder, **_TINY, theta=640000.0, mimo=True, drafts=drafts)
+    write_config(folder, theta=640000.0, mimo=True, drafts=drafts)
     return folder

@@ -138,26 +138,26 @@ class TrainerHost:
         start = time.perf_counter()
         self._tokens = torch.from_numpy(tokens).to(self._device)
         self._rollout = rollout if self._skip is not None else None
-        rows = np.arange(len(lengths))
+        rows = list(range(len(lengths)))
         if self._skip is not None and rollout is not None:
-            sequences = [tokens[i, :end] for i, end in enumerate(lengths)]
+            sequences = [tokens[i, :end].tolist() for i, end in enumerate(lengths)]
             chosen = self._skip.choose(
                 sequences, step=step, rollout_version=version, trainer_version=version, group=dist.group.WORLD
             )
-            rows = np.flatnonzero(chosen)
+            rows = np.flatnonzero(chosen).tolist()
         found = self._scored(rows)
         if self._skip is not None and rollout is not None:
             own = self._responses(found, rows, prompt_lengths, lengths)
             good = self._skip.check([rollout[i] for i in rows], own, step=step)
             if not good and len(rows) < len(lengths):
-                rows = np.arange(len(lengths))
+                rows = list(range(len(lengths)))
                 found = self._scored(rows)
         if len(rows) == len(lengths) or rollout is None:
             self._old = found
         else:
             assert self._skip is not None
             whole = padded(rollout, prompt_lengths, tokens.shape[1])
-            spared = np.delete(np.arange(len(lengths)), rows)
+            spared = set(range(len(lengths))) - set(rows)
             self._skip.skipped += sum(lengths[i] - prompt_lengths[i] for i in spared)
             self._old = torch.from_numpy(whole).to(self._device)
         self._wait()
@@ -165,7 +165,7 @@ class TrainerHost:
         if watched:
             self._watch.record(
                 "trainer_score",
-                self._tokens[torch.from_numpy(rows).to(self._device)],
+                self._tokens[rows],
                 found,
                 [prompt_lengths[i] for i in rows],
                 [lengths[i] for i in rows],
@@ -173,21 +173,24 @@ class TrainerHost:
                 weight_version=version,
             )
         self._prompts, self._lengths = list(prompt_lengths), list(lengths)
-        out = {"score": scored - start, "probe": time.perf_counter() - scored, "rows": len(rows)}
+        out: dict[str, Any] = {
+            "score": scored - start,
+            "probe": time.perf_counter() - scored,
+            "rows": len(rows),
+        }
         if self._skip is not None:
             out |= {"skip": self._skip.ended or self._skip.waiting, "skipped": self._skip.skipped}
         if answer:
             out["logprobs"] = self._responses(found, rows, prompt_lengths, lengths)
         return out
 
-    def _scored(self, rows: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
-        chosen = self._tokens[torch.from_numpy(rows).to(self._device)]
-        return score(self._model, chosen, microbatch=self._microbatch)
+    def _scored(self, rows: list[int]) -> torch.Tensor:
+        return score(self._model, self._tokens[rows], microbatch=self._microbatch)
 
     def _responses(
         self,
         values: torch.Tensor,
-        rows: np.ndarray[Any, np.dtype[np.int64]],
+        rows: Sequence[int],
         prompt_lengths: Sequence[int],
         lengths: Sequence[int],
     ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
@@ -225,7 +228,7 @@ class TrainerHost:
         trained = time.perf_counter()
         if self._skip is not None and self._rollout is not None:
             # the update's own forward has the logprobs of every sequence: what was not scored is compared all the same
-            every = np.arange(len(self._lengths))
+            every = range(len(self._lengths))
             own = self._responses(result.logprobs, every, self._prompts, self._lengths)
             self._skip.check(self._rollout, own, step=step)
         if watched:

@@ -13,6 +13,10 @@ step of a side's processes warms up and is not counted, nor are those in which t
 least N sampled tokens, prompts of 16 to 4096, responses to 2048, batches of 1 to 256, rollout against trainer as integers,
 natively and under the contract.
 
+`--faults kernel,stale-weights,kept-cache,claim` breaks a promise a time, as `isoexec demo --fault` does: a kernel is replaced, a
+sync is missed, a prefix cache outlives one, or the trainer's degree is outside the claim (`topology`, live, wants `--tp 2`). Each
+must be caught by its rule and the job halted, or refused before it samples; anything else is a failure.
+
 Results are written after each turn to step.json and step.md in $OUT (or `--out`). A side that fails is named there with its
 error, and the exit status is 1.
 """
@@ -40,7 +44,9 @@ import numpy as np
 if importlib.util.find_spec("isoexec") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".src"))
 
+from isoexec.adapters.demo.faults import FAULTS, edited_contract
 from isoexec.adapters.demo.job import Halted, Job, Layout, pad
+from isoexec.adapters.demo.phases import Stage, fault_phase
 from isoexec.adapters.demo.processes import RemoteError, call_all
 from isoexec.adapters.demo.services import Daemon
 from isoexec.adapters.demo.task import Task
@@ -71,6 +77,8 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         "mimo-dense",
     ),
 }  # fmt: skip
+_FAULTS = ("kernel", "stale-weights", "kept-cache", "claim", "topology")
+_LR = 1e-6  # no step may move random weights to where logits have no numbers
 _PROVING = 5  # steps, at most, until the skip may begin; in later turns its first one
 RAW = {"logprobs_mode": "raw_logprobs"}  # at temperature 1 the same numbers, and the engine's default
 
@@ -88,6 +96,7 @@ class Bench:
             "started": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
             "sides": {side: {"steps": [], "absent": None} for side in args.sides},
             "bits": {},
+            "faults": {},
         }
         if args.tiny:
             self.model, stem = make_qwen3(work / "model", seed=20), "qwen3-dense"
@@ -152,8 +161,7 @@ class Bench:
             contract=self.contract if job == "contract" else None,
             regime="bitwise" if job == "contract" else "bf16_dense",
             task=task,
-            lr=1e-6,
-            patience=600.0,
+            lr=_LR,
         )
         self._stack.enter_context(made)
         return made
@@ -265,7 +273,7 @@ def bits(bench: Bench, job: str) -> dict[str, Any]:
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(rollout["responses"][i]))
         while by_length:
             width = len(prompts[by_length[-1]]) + len(rollout["responses"][by_length[-1]])
-            part = [by_length.pop() for _ in range(min(len(by_length), max(1, budget // width)))]
+            part = [by_length.pop() for _ in range(min(len(by_length), max(1, budget // int(width))))]
             tokens, first, ends = pad([prompts[i] for i in part], [rollout["responses"][i] for i in part])
             (scored, *_) = call_all(
                 running.trainers, "score", tokens, first, ends, step=number, version=running.version,
@@ -274,8 +282,33 @@ def bits(bench: Bench, job: str) -> dict[str, Any]:
             for i, own in zip(part, scored["logprobs"], strict=True):
                 _compare(found, rollout["logprobs"][i], own)
     bench.close()
-    tokens = max(found["tokens"], 1)
-    return found | {"share": found["equal"] / tokens, "mean_abs_d": found.pop("sum_abs_d") / tokens}
+    compared = max(found["tokens"], 1)
+    return found | {"share": found["equal"] / compared, "mean_abs_d": found.pop("sum_abs_d") / compared}
+
+
+def fault(bench: Bench, name: str) -> dict[str, Any]:
+    """Plant a fault into a job under the contract; IsoExecError unless it is caught as its kind must be."""
+    layout = replace(bench.layout("contract"), one_in=1)
+    stage = Stage(
+        daemon=bench.daemon, prometheus=None, model=bench.model, work=bench.work, contract=bench.contract,
+        tick=lambda _name, _done, _of: None, lr=_LR,
+    )  # fmt: skip
+    if name != "claim":
+        found = fault_phase(stage, FAULTS[name], layout, steps=4, regime="bitwise")
+        return {"verdict": found.verdict, "cause": found.cause, "lines": found.lines}
+    other = 2 * layout.trainer_tp
+    contract = edited_contract(
+        bench.contract, bench.work / "claim.yaml", {"claims.topology.trainer.TP": {"pinned": other}}
+    )
+    try:
+        with stage.job("bench-claim", layout, contract=contract, regime="bitwise"):
+            raise IsoExecError(
+                f"claim: wanted a trainer of TP {layout.trainer_tp} refused, claimed {other}; it started"
+            )
+    except RemoteError as error:
+        if error.kind != "TopologyError":
+            raise
+        return {"verdict": "refused", "cause": str(error), "lines": ["refused before a token was sampled"]}
 
 
 def _compare(found: dict[str, Any], rollout: Any, trainer: Any) -> None:
@@ -336,6 +369,13 @@ def markdown(found: dict[str, Any]) -> str:
                 f"| {side} | {b['tokens']:,} | {b['sequences']} | {b['share']:.6f} | {b['mean_abs_d']:.3e} | "
                 f"{b['max_abs_d']:.3e} |"
             )
+    for name, f in found["faults"].items():
+        said = (
+            f"not caught: {f['absent']}"
+            if "absent" in f
+            else f"{f['verdict']}, {f['cause']}; {'; '.join(f['lines'])}"
+        )
+        notes.append(f"- fault {name}: {said}")
     return "\n".join([*lines, "", *notes, ""])
 
 
@@ -345,6 +385,10 @@ def _medians(steps: list[dict[str, Any]]) -> dict[str, float]:
     out = {part: median(row["seconds"][part] for row in steps) for part in PARTS}
     out |= {key: median(row[key] for row in steps) for key in ("tokens", "scored")}
     return out | {key: max(row["memory"][key] for row in steps) for key in ("trainer", "engine")}
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -358,7 +402,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--layers", type=int, help="fewer layers than the shape has, where its optimizer has no room"
     )
-    parser.add_argument("--sides", type=lambda text: text.split(","), help=f"of {','.join(SIDES)}")
+    parser.add_argument("--sides", type=_names, help=f"of {','.join(SIDES)}")
     parser.add_argument("--seconds", type=float, default=500.0, help="limit of the whole run")
     parser.add_argument("--rounds", type=int, default=1000, help="turns of each side at most")
     parser.add_argument("--steps", type=int, default=1, help="measured steps a turn")
@@ -379,6 +423,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--bits", type=int, default=0, help="sampled tokens to compare on either side; 0 for none"
     )
+    parser.add_argument("--faults", type=_names, default=[], help=f"of {', '.join(_FAULTS)}")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "step-report")))
     return parser
 
@@ -389,6 +434,8 @@ def main(argv: list[str] | None = None) -> int:
     sides = args.sides or [s for s in SIDES if not (args.tiny and s == "invariant")]
     if set(sides) - set(SIDES):
         raise SystemExit(f"--sides: wanted some of {', '.join(SIDES)}, found {', '.join(sides)}")
+    if set(args.faults) - set(_FAULTS):
+        raise SystemExit(f"--faults: wanted some of {', '.join(_FAULTS)}, found {', '.join(args.faults)}")
     args.sides = sides
     small: dict[str, Any] = {"prompts": 2, "prompt": [8, 24], "response": 24}
     large: dict[str, Any] = {"prompts": 8, "prompt": [64, 512], "response": 512}
@@ -402,7 +449,10 @@ def main(argv: list[str] | None = None) -> int:
         bench.rounds(args.seconds * (0.6 if args.bits else 1.0))
         bench.close()
         for job in ("native", "contract") if args.bits else ():
-            bench.found["bits"][job] = _or_absent(lambda job=job: bits(bench, job), bench)
+            bench.found["bits"][job] = _or_absent(bits, bench, job)
+            bench.write()
+        for name in args.faults:
+            bench.found["faults"][name] = _or_absent(fault, bench, name)
             bench.write()
     finally:
         bench.close()
@@ -415,12 +465,13 @@ def main(argv: list[str] | None = None) -> int:
     bench.write()
     print(markdown(bench.found))
     failed = any(entry["absent"] for entry in bench.found["sides"].values())
-    return 1 if failed or any("absent" in b for b in bench.found["bits"].values()) else 0
+    rest = [*bench.found["bits"].values(), *bench.found["faults"].values()]
+    return 1 if failed or any("absent" in one for one in rest) else 0
 
 
-def _or_absent(call: Callable[[], dict[str, Any]], bench: Bench) -> dict[str, Any]:
+def _or_absent(call: Callable[[Bench, str], dict[str, Any]], bench: Bench, name: str) -> dict[str, Any]:
     try:
-        return call()
+        return call(bench, name)
     except (RemoteError, IsoExecError) as error:
         bench.close()
         return {"absent": f"{type(error).__name__}: {error}"}
