@@ -38,7 +38,7 @@ def test_what_is_to_be_tuned_runs_and_has_the_bits_of_what_serves(script: Callab
     found: dict[str, Any] = script("bench_attention_interpreted.py", interpreted=True)
     said = found["said"]
     assert "troubles" not in said, said["troubles"]
-    assert "S32 16 columns by 2" in said["walks"][-1]
+    assert "S32 64 columns" in said["walks"][-1]
     assert "growing, split" in said["layouts"][0]
     assert len(said["layouts"]) == 2
     assert {row["walk"]: row["other_bits"] for row in found["rows"]} == dict.fromkeys(
