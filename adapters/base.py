@@ -64,6 +64,7 @@ REGIONS: tuple[str, ...] = (
     "combine",
     "lm_head",
     "logprobs",
+    "head_logprobs",
 )
 """The regions of a forward that adapters know, in order; a contract holds those its model has (`regions_of`)."""
 

@@ -24,12 +24,8 @@ from isoexec.adapters.megatron import census as census_of
 from isoexec.adapters.megatron import verifying
 from isoexec.adapters.megatron.attention import ContractCoreAttention
 from isoexec.adapters.megatron.clipping import bind_grad_norm
-from isoexec.adapters.megatron.layers import (
-    ContractColumnParallelLinear,
-    Contracted,
-    contract_residual_add,
-)
-from isoexec.adapters.megatron.logprobs import TokenLogprobs
+from isoexec.adapters.megatron.kinds import kinds_in, kinds_of
+from isoexec.adapters.megatron.layers import ContractColumnParallelLinear, Contracted
 from isoexec.adapters.megatron.moe import installs_experts
 from isoexec.adapters.megatron.slots import Slot, facts_of, slots, topology_of, uncovered
 from isoexec.adapters.megatron.weights import unwrap
@@ -50,6 +46,10 @@ class MegatronAdapter:
 
     ``MegatronAdapter(groups=..., config=...)`` plans, for :func:`~isoexec.adapters.megatron.spec.rewrite_spec`;
     ``MegatronAdapter(model)`` installs, verifies and removes. ``model`` may be wrapped in Float16Module and DDP.
+
+    Under a contract of sm90, planning claims the process's cuBLASLt switches, which stay claimed, and installing lets the
+    tensor-parallel ranks agree on a transport of accumulators (``isoexec.kernels.linear.hopper.transport``; ``transport.use``
+    names one beforehand), so that every rank must call it.
     """
 
     role = "trainer"
@@ -62,6 +62,7 @@ class MegatronAdapter:
         self._undo: list[Callable[[], None]] = []
         self._failed: dict[str, str] = {}
         self._snapshot: Snapshot | None = None
+        self._transport: str | None = None
         self.optimizer: Any = None
 
     @property
@@ -131,11 +132,13 @@ class MegatronAdapter:
         if self._model is not None:
             for slot in slots(self._model):
                 text = f"{slot.path}: {verifying.name_of(slot.module)}"
+                if self._transport is not None and slot.region in ("column_linear", "row_linear"):
+                    text += f", {self._transport}"
                 for region in slot.regions:
                     if region != "qkv_bias" or slot.module.bias is not None:
                         modules.setdefault(region, []).append(text)
             bound = getattr(self._model, "token_logprobs", None)
-            if self._model.post_process:
+            if self._model.post_process and kinds_in(self._model).logprobs is not None:
                 modules["logprobs"] = [
                     f"token_logprobs: {verifying.name_of(bound)}" if bound else "not installed"
                 ]
@@ -150,6 +153,8 @@ class MegatronAdapter:
     def plan(self, contract: Contract) -> Plan:
         """Bind the contract's regions for this process; TopologyError and InstallError as ``make_plan`` says."""
         _check_version()
+        _known_regions(contract)
+        kinds_of(contract.arch).begin()
         config = self._config if self._model is None else self._model.config
         plan = make_plan(
             contract, self.role, self.topology(), str(config.params_dtype).removeprefix("torch.")
@@ -191,11 +196,15 @@ class MegatronAdapter:
             )
         self._plan = plan
         try:
+            kinds = kinds_of(plan.contract.arch)
+            kinds.begin()
+            self._set(model, "isoexec_kinds", kinds)
             if refused:
                 self._failed = dict.fromkeys((b.region for b in plan.bindings), "; ".join(refused))
             else:
                 self._put(plan)
             model.isoexec_adapter = self
+            self._transport = kinds.agree(model.pg_collection.tp, verifying.device_of(model))
             self._snapshot = verifying.remember(model, plan)
             for report in self.verify():
                 report.require()
@@ -214,15 +223,21 @@ class MegatronAdapter:
                     if any(b is not None and b.enforcement.refuses for b in bindings.values()):
                         raise
                     self._failed |= {r: str(error) for r, b in bindings.items() if b is not None}
+        kinds = kinds_in(self.model)
         if plan.installs("norm"):
             for layer in self.model.decoder.layers:
-                self._set(layer, "self_attn_bda", contract_residual_add)
-                self._set(layer, "mlp_bda", contract_residual_add)
+                self._set(layer, "self_attn_bda", kinds.residual_add)
+                self._set(layer, "mlp_bda", kinds.residual_add)
         if plan.installs("rope"):
             self._set(self.model, "position_embedding_type", "none")
         logprobs = plan.binding("logprobs")
-        if logprobs is not None and logprobs.enforcement.installs and self.model.post_process:
-            self._set(self.model, "token_logprobs", TokenLogprobs(logprobs, self.model.pg_collection.tp))
+        if (
+            logprobs is not None
+            and logprobs.enforcement.installs
+            and kinds.logprobs is not None
+            and self.model.post_process
+        ):
+            self._set(self.model, "token_logprobs", kinds.logprobs(logprobs, self.model.pg_collection.tp))
 
     def _bindings_of(self, slot: Slot, plan: Plan) -> dict[str, Binding | None]:
         return {r: plan.binding(r) if plan.installs(r) else None for r in slot.regions}
@@ -277,7 +292,7 @@ class MegatronAdapter:
             )
         if self._plan.installs("grad_norm"):
             self.optimizer = optimizer
-            self._undo.append(bind_grad_norm(optimizer))
+            self._undo.append(bind_grad_norm(optimizer, kinds_in(self.model).sums))
 
     def remove(self) -> None:
         """Undo everything install did, last first; a model built from a rewritten spec then refuses to run."""
@@ -339,6 +354,13 @@ def _check_version() -> None:
         raise InstallError(
             region="megatron-core", wanted=f">={low},<{high}", found=found, fix="install a supported version"
         )
+
+
+def _known_regions(contract: Contract) -> None:
+    """InstallError for a region that adapters know and that no module of this arch here computes."""
+    kinds = kinds_of(contract.arch)
+    if "expert_linear" in contract.regions:
+        kinds.by_slot("experts")
 
 
 def _refused_facts(plan: Plan, model: Any) -> list[str]:

@@ -21,7 +21,7 @@ from isoexec.contracts.errors import InstallError
 from isoexec.kernels import attention as attention_kernel
 from isoexec.kernels import rope as rope_kernel
 
-__all__ = ["ContractCoreAttention"]
+__all__ = ["ContractCoreAttention", "is_causal"]
 
 
 class ContractCoreAttention(Contracted, DotProductAttention):
@@ -73,7 +73,8 @@ class ContractCoreAttention(Contracted, DotProductAttention):
         """Attend q [b, s, heads, D], k and v [b, s, groups, D] -> [b, s, heads, D]."""
         return attention_kernel.attention_varlen(q, k, v, scale, kv_segment=self.constant("kv_segment"))
 
-    def _refuse(self, found: str, fix: str) -> None:
+    def refuse(self, found: str, fix: str) -> None:
+        """Raise InstallError for sequences of another form than the contract's."""
         raise InstallError(
             region=self.region,
             wanted="one causal sequence per row, padded on the right",
@@ -96,11 +97,11 @@ class ContractCoreAttention(Contracted, DotProductAttention):
         if not self.owns:
             self.require()
         if attention_bias is not None:
-            self._refuse("an attention bias", "the contract has none")
+            self.refuse("an attention bias", "the contract has none")
         if packed_seq_params is not None:
-            self._refuse("packed sequences", "give [batch, sequence] rows padded on the right")
+            self.refuse("packed sequences", "give [batch, sequence] rows padded on the right")
         if key.shape[0] != s:
-            self._refuse(f"{key.shape[0]} keys for {s} queries", "the trainer has no KV cache")
+            self.refuse(f"{key.shape[0]} keys for {s} queries", "the trainer has no KV cache")
         query, key, value = (t.transpose(0, 1).contiguous() for t in (query, key, value))
         if "rope" in self.owns:
             positions = torch.arange(s, device=query.device).repeat(b)
@@ -112,13 +113,13 @@ class ContractCoreAttention(Contracted, DotProductAttention):
         if "attention" not in self.owns:
             back = (t.transpose(0, 1).contiguous() for t in (query, key, value))
             return super().forward(*back, attention_mask, attn_mask_type=attn_mask_type)
-        if attention_mask is not None and not _is_causal(attention_mask, s):
-            self._refuse("a mask that is not causal", "pass attention_mask=None; pad rows on the right")
+        if attention_mask is not None and not is_causal(attention_mask, s):
+            self.refuse("a mask that is not causal", "pass attention_mask=None; pad rows on the right")
         out = self.compute(query, key, value, self.softmax_scale)
         return out.transpose(0, 1).reshape(s, b, heads * width)
 
 
-def _is_causal(mask: Tensor, s: int) -> bool:
+def is_causal(mask: Tensor, s: int) -> bool:
     """Whether a Megatron mask (True = hidden, [.., s, s]) hides exactly the future."""
     if mask.dtype != torch.bool or mask.shape[-2:] != (s, s):
         return False

@@ -8,7 +8,9 @@ changes every weight.  The norm methods are set on the optimizer instances; no M
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
@@ -42,12 +44,14 @@ def norm_is_exact(optimizer: Any) -> bool:
     )
 
 
-def bind_grad_norm(optimizer: Any) -> Callable[[], None]:
+def bind_grad_norm(optimizer: Any, sums: ModuleType | None = None) -> Callable[[], None]:
     """Give ``optimizer`` and each optimizer in its chain the exact norm; returns a function that takes it away again.
 
     Which gradients count is still Megatron's choice (``get_grads_for_grad_norm``): shared and tensor-parallel duplicates once.
+    ``sums`` is the module whose ``sum_of_squares`` is taken, by default this one.
     """
     bound: list[tuple[Any, str]] = []
+    of = sums or sys.modules[__name__]
 
     def put(owner: Any, name: str, method: Callable[..., Any]) -> None:
         setattr(owner, name, method)
@@ -57,7 +61,7 @@ def bind_grad_norm(optimizer: Any) -> Callable[[], None]:
     @torch.no_grad()
     def norm_of(parts: list[Any]) -> float:
         grads: list[Tensor] = [g for part in parts for g in part.get_grads_for_grad_norm()]
-        return math.sqrt(float(sum_of_squares(grads, parts[0].get_grad_stats_parallel_group())))
+        return math.sqrt(float(of.sum_of_squares(grads, parts[0].get_grad_stats_parallel_group())))
 
     def clip(part: Any, limit: float) -> float:
         norm = norm_of([part])

@@ -44,7 +44,9 @@ __all__ = [
     "ContractRMSNorm",
     "ContractRowParallelLinear",
     "Contracted",
+    "adding",
     "contract_residual_add",
+    "linear_unfit",
     "solo",
 ]
 
@@ -100,7 +102,8 @@ class Contracted:
         return new
 
 
-def _linear_unfit(module: Any, biased: bool = False) -> str | None:
+def linear_unfit(module: Any, biased: bool = False) -> str | None:
+    """Why a linear of Megatron's cannot keep the contract, or None."""
     if module.bias is not None and not biased:
         return "a bias, and the contract's linear has none"
     if biased and (module.bias is None or module.skip_bias_add):
@@ -147,7 +150,7 @@ class ContractColumnParallelLinear(Contracted, ColumnParallelLinear):
             return "gather_output=True; keep the output parallel"
         if self.disable_grad_reduce:
             return "disable_grad_reduce=True"
-        return _linear_unfit(self, self.biased)
+        return linear_unfit(self, self.biased)
 
     def compute(self, x: Tensor, weight: Tensor, group: ProcessGroup | None) -> Tensor:
         """Multiply x [s, b, K] (this rank's rows under sequence parallelism), weight [N/t, K] -> [s, b, N/t], x's dtype."""
@@ -220,7 +223,7 @@ class ContractRowParallelLinear(Contracted, RowParallelLinear):
     def unfit(self) -> str | None:
         if not self.input_is_parallel:
             return "input_is_parallel=False"
-        return _linear_unfit(self)
+        return linear_unfit(self)
 
     def compute(self, x: Tensor, weight: Tensor, group: ProcessGroup | None) -> Tensor:
         """Multiply x [s, b, K/t], weight [N, K/t] -> [s, b, N], or this rank's rows of it under sequence parallelism."""
@@ -323,6 +326,11 @@ class ContractMLP(Contracted, MLP):
         self.require()
         return silu_kernel.silu_mul(gate, up)
 
+    def compute_halves(self, hidden: Tensor) -> Tensor:
+        """From fc1's [s, b, 2 F/t], gate first -> [s, b, F/t]."""
+        gate, up = hidden.chunk(2, -1)
+        return self.compute(gate, up)
+
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, None]:
@@ -339,12 +347,16 @@ class ContractMLP(Contracted, MLP):
             raise InstallError(
                 region=self.region, wanted="no bias", found="a bias from fc1", fix="add_bias_linear=False"
             )
-        gate, up = hidden.chunk(2, -1)
-        return self.linear_fc2(self.compute(gate, up))
+        return self.linear_fc2(self.compute_halves(hidden))
 
 
 def contract_residual_add(training: bool, fused: bool) -> Callable[..., Tensor]:  # noqa: ARG001
     """Megatron's bias-dropout-add slot: the residual add of the ``norm`` region, with neither bias nor dropout."""
+    return adding(norm_kernel.residual_add, training)
+
+
+def adding(kernel: Callable[[Tensor, Tensor], Tensor], training: bool) -> Callable[..., Tensor]:
+    """What fills Megatron's bias-dropout-add slot: ``kernel(x, residual)`` alone; InstallError for a bias or dropout."""
 
     def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
         x, bias = x_with_bias
@@ -355,6 +367,6 @@ def contract_residual_add(training: bool, fused: bool) -> Callable[..., Tensor]:
                 found="a bias" if bias is not None else f"dropout {prob}",
                 fix="add_bias_linear=False and hidden_dropout=0.0",
             )
-        return norm_kernel.residual_add(x, residual)
+        return kernel(x, residual)
 
     return add

@@ -214,6 +214,8 @@ def build(
         pg_collection=groups,
         position_embedding_type="none" if plan is not None and plan.installs("rope") else "rope",
     ).to(dtype)
+    if torch.cuda.is_available():
+        model.cuda()
     model.hf_config_path = str(Path(folder) / "config.json")
     model.isoexec_adapter = None
     if plan is not None:

@@ -11,39 +11,30 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.nn.functional import silu
 
-from isoexec.adapters.megatron.attention import ContractCoreAttention
-from isoexec.adapters.megatron.layers import (
-    ContractColumnParallelLinear,
-    Contracted,
-    ContractEmbedding,
-    ContractHead,
-    ContractMLP,
-    ContractQKNorm,
-    ContractRMSNorm,
-    ContractRowParallelLinear,
-)
-from isoexec.adapters.megatron.moe import ContractExperts, ContractMoELayer, ContractRouter
+from isoexec.adapters.megatron.kinds import kinds_in
+from isoexec.adapters.megatron.layers import Contracted
 
 __all__ = ["Slot", "facts_of", "slots", "topology_of", "uncovered"]
 
-_ATTENTION: tuple[tuple[str, str, type[Contracted]], ...] = (
-    ("norm", "input_layernorm", ContractRMSNorm),
-    ("column_linear", "self_attention.linear_qkv", ContractColumnParallelLinear),
-    ("qk_norm", "self_attention.q_layernorm", ContractQKNorm),
-    ("qk_norm", "self_attention.k_layernorm", ContractQKNorm),
-    ("attention", "self_attention.core_attention", ContractCoreAttention),
-    ("row_linear", "self_attention.linear_proj", ContractRowParallelLinear),
-    ("norm", "pre_mlp_layernorm", ContractRMSNorm),
+# region, path in the layer, name of the class in `Kinds`
+_ATTENTION: tuple[tuple[str, str, str], ...] = (
+    ("norm", "input_layernorm", "norm"),
+    ("column_linear", "self_attention.linear_qkv", "column"),
+    ("qk_norm", "self_attention.q_layernorm", "head_norm"),
+    ("qk_norm", "self_attention.k_layernorm", "head_norm"),
+    ("attention", "self_attention.core_attention", "core"),
+    ("row_linear", "self_attention.linear_proj", "row"),
+    ("norm", "pre_mlp_layernorm", "norm"),
 )
-_DENSE: tuple[tuple[str, str, type[Contracted]], ...] = (
-    ("silu_mul", "mlp", ContractMLP),
-    ("column_linear", "mlp.linear_fc1", ContractColumnParallelLinear),
-    ("row_linear", "mlp.linear_fc2", ContractRowParallelLinear),
+_DENSE: tuple[tuple[str, str, str], ...] = (
+    ("silu_mul", "mlp", "mlp"),
+    ("column_linear", "mlp.linear_fc1", "column"),
+    ("row_linear", "mlp.linear_fc2", "row"),
 )
-_EXPERTS: tuple[tuple[str, str, type[Contracted]], ...] = (
-    ("dispatch", "mlp", ContractMoELayer),
-    ("router", "mlp.router", ContractRouter),
-    ("expert_linear", "mlp.experts", ContractExperts),
+_EXPERTS: tuple[tuple[str, str, str], ...] = (
+    ("dispatch", "mlp", "moe"),
+    ("router", "mlp.router", "router"),
+    ("expert_linear", "mlp.experts", "experts"),
 )
 
 
@@ -75,19 +66,18 @@ class Slot:
 
 def slots(model: Any) -> Iterator[Slot]:
     """Every slot of this pipeline stage; ``model`` is the GPTModel itself. `Slot.regions` names what else a slot serves."""
-    group = model.pg_collection.tp
+    group, kinds = model.pg_collection.tp, kinds_in(model)
     if model.pre_process:
-        yield _slot("embedding", "embedding.word_embeddings", model, ContractEmbedding, group)
+        yield _slot("embedding", "embedding.word_embeddings", model, kinds.embedding, group)
     for index, layer in enumerate(model.decoder.layers):
-        for region, path, wanted in _ATTENTION + (
-            _DENSE if model.config.num_moe_experts is None else _EXPERTS
-        ):
+        for region, path, kind in _ATTENTION + (_DENSE if model.config.num_moe_experts is None else _EXPERTS):
             if region == "qk_norm" and not model.config.qk_layernorm:
                 continue
+            wanted = kinds.by_slot(kind)
             yield _slot(region, path, layer, wanted, layer.tp_group, prefix=f"decoder.layers.{index}.")
     if model.post_process:
-        yield _slot("norm", "decoder.final_layernorm", model, ContractRMSNorm, group)
-        yield _slot("lm_head", "output_layer", model, ContractHead, group)
+        yield _slot("norm", "decoder.final_layernorm", model, kinds.norm, group)
+        yield _slot(kinds.head.region, "output_layer", model, kinds.head, group)
 
 
 def _slot(

@@ -21,16 +21,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from isoexec.adapters.base import Plan
-from isoexec.adapters.megatron.attention import ContractCoreAttention
-from isoexec.adapters.megatron.layers import (
-    ContractColumnParallelLinear,
-    ContractMLP,
-    ContractQKNorm,
-    ContractRMSNorm,
-    ContractRowParallelLinear,
-    contract_residual_add,
-)
-from isoexec.adapters.megatron.moe import ContractExperts, ContractMoELayer, ContractRouter, installs_experts
+from isoexec.adapters.megatron.kinds import kinds_of
+from isoexec.adapters.megatron.moe import installs_experts
 
 __all__ = ["KEYS_MAP", "ContractSpecProvider", "rewrite_spec"]
 
@@ -47,11 +39,7 @@ _ROW = {"RowParallelLinear", "TERowParallelLinear"}
 _NORM = {"WrappedTorchNorm", "TENorm", "FusedLayerNorm", "RMSNorm", "SequenceParallelRMSNorm"}
 _CORE = {"DotProductAttention", "TEDotProductAttention"}
 _MLP = {"MLP", "TEFusedMLP"}
-_EXPERTS: dict[str, type] = {
-    "MoELayer": ContractMoELayer,
-    "TopKRouter": ContractRouter,
-    "SequentialMLP": ContractExperts,
-}
+_EXPERTS = {"MoELayer": "moe", "TopKRouter": "router", "SequentialMLP": "experts"}  # and its name in `Kinds`
 
 
 def rewrite_spec(spec: Any, plan: Plan) -> Any:
@@ -64,22 +52,23 @@ def rewrite_spec(spec: Any, plan: Plan) -> Any:
 
 def _class(name: str, plan: Plan, field: str) -> Any:
     """The contract class for a class name met in a field, or None where the plan leaves it."""
+    kinds = kinds_of(plan.contract.arch)
     if name in _COLUMN | _FUSED and (
         plan.installs("column_linear") or (field == "linear_qkv" and plan.installs("qkv_bias"))
     ):
-        return ContractColumnParallelLinear
+        return kinds.column
     if name in _ROW and plan.installs("row_linear"):
-        return ContractRowParallelLinear
+        return kinds.row
     if name in _NORM:
         heads = field in ("q_layernorm", "k_layernorm")
         if plan.installs("qk_norm" if heads else "norm"):
-            return ContractQKNorm if heads else ContractRMSNorm
+            return kinds.head_norm if heads else kinds.norm
     if name in _CORE and (plan.installs("attention") or plan.installs("rope")):
-        return ContractCoreAttention
+        return kinds.core
     if name in _MLP and plan.installs("silu_mul"):
-        return ContractMLP
+        return kinds.mlp
     if name in _EXPERTS and installs_experts(plan):
-        return _EXPERTS[name]
+        return kinds.by_slot(_EXPERTS[name])
     return None
 
 
@@ -87,7 +76,7 @@ def _rewrite(spec: Any, plan: Plan, field: str) -> Any:
     if isinstance(spec, type):
         return _class(spec.__name__, plan, field) or spec
     if spec is get_bias_dropout_add:
-        return contract_residual_add if plan.installs("norm") else spec
+        return kinds_of(plan.contract.arch).residual_add if plan.installs("norm") else spec
     if isinstance(spec, functools.partial):
         return functools.partial(
             _rewrite_builder(spec.func, plan, field),
@@ -97,7 +86,7 @@ def _rewrite(spec: Any, plan: Plan, field: str) -> Any:
     if isinstance(spec, ModuleSpec) and spec.module is MLP and plan.installs("silu_mul"):
         # the layer tells MLP from MoE by the class itself, so a subclass has to come as its own builder
         return functools.partial(
-            ContractMLP.as_mlp_submodule,
+            kinds_of(plan.contract.arch).mlp.as_mlp_submodule,
             submodules=_rewrite(spec.submodules, plan, "submodules"),
             **spec.params,
         )
@@ -151,7 +140,7 @@ def _unfused(spec: Any, values: dict[str, Any], plan: Plan) -> dict[str, Any]:
     }
     fused = [norm for norm, linear in inner.items() if _name(linear) in _FUSED and values[norm] is IdentityOp]
     if fused:
-        values |= dict.fromkeys(fused, ContractRMSNorm)
+        values |= dict.fromkeys(fused, kinds_of(plan.contract.arch).norm)
         values["sharded_state_dict_keys_map"] = KEYS_MAP | dict(values["sharded_state_dict_keys_map"])
     return values
 

@@ -97,6 +97,7 @@ class Trainer:
         betas: tuple[float, float] = (0.9, 0.95),
         ratio_clip: tuple[float, float] = (0.2, 0.2),
         microbatch: int = 8,
+        distributed_optimizer: bool = False,
     ) -> None:
         self.model = unwrap(model)
         config = self.model.config
@@ -113,7 +114,11 @@ class Trainer:
         wrapped = Float16Module(config, self.model) if half else self.model
         self.ddp = DistributedDataParallel(
             config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=False,
+                use_distributed_optimizer=distributed_optimizer,
+            ),
             wrapped,
         )
         self.optimizer = get_megatron_optimizer(
@@ -126,6 +131,7 @@ class Trainer:
                 clip_grad=clip_grad,
                 bf16=half,
                 params_dtype=config.params_dtype,
+                use_distributed_optimizer=distributed_optimizer,
             ),
             [self.ddp],
             use_gloo_process_groups=False,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,52 +12,18 @@ import torch
 from torch import Tensor
 
 from isoexec.adapters.base import Binding, Plan, RegionReport, expected_canary
-from isoexec.adapters.megatron import clipping, layers
-from isoexec.adapters.megatron.attention import ContractCoreAttention
-from isoexec.adapters.megatron.layers import (
-    ContractColumnParallelLinear,
-    Contracted,
-    ContractEmbedding,
-    ContractHead,
-    ContractMLP,
-    ContractQKNorm,
-    ContractRMSNorm,
-    ContractRowParallelLinear,
-)
-from isoexec.adapters.megatron.logprobs import TokenLogprobs
-from isoexec.adapters.megatron.moe import ContractExperts, ContractMoELayer, ContractRouter
+from isoexec.adapters.megatron import clipping
+from isoexec.adapters.megatron.kinds import Kinds, kinds_in
+from isoexec.adapters.megatron.layers import Contracted
+from isoexec.adapters.megatron.moe import ContractExperts, ContractMoELayer
 from isoexec.adapters.megatron.slots import slots
+from isoexec.adapters.megatron.token_logprobs import TokenLogprobs
 from isoexec.adapters.snapshot import Change, Snapshot
 from isoexec.kernels import registry
 from isoexec.kernels.canaries import chosen
 from isoexec.kernels.rope import naive as rope_naive
-from isoexec.kernels.rope import ops as rope_ops
 
-__all__ = ["bound_objects", "changes_of", "name_of", "region_report", "remember"]
-
-_METHODS = (
-    *("forward", "__call__", "compute", "compute_bias", "compute_rope"),
-    *("compute_routing", "compute_plan", "compute_slots", "compute_combine", "compute_down", "compute_silu"),
-)
-_OURS: dict[type, dict[str, Any]] = {
-    cls: {m: inspect.getattr_static(cls, m) for m in _METHODS if hasattr(cls, m)}
-    for cls in (
-        ContractColumnParallelLinear,
-        ContractHead,
-        ContractRowParallelLinear,
-        ContractEmbedding,
-        ContractRMSNorm,
-        ContractQKNorm,
-        ContractMLP,
-        ContractCoreAttention,
-        ContractRouter,
-        ContractExperts,
-        ContractMoELayer,
-        TokenLogprobs,
-    )
-}
-"""The methods as this package defined them, taken at import: what a later assignment to a class is compared with."""
-_RESIDUAL = layers.contract_residual_add
+__all__ = ["bound_objects", "changes_of", "device_of", "name_of", "region_report", "remember"]
 
 
 def name_of(obj: Any) -> str:
@@ -65,13 +32,20 @@ def name_of(obj: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
+def device_of(model: Any) -> torch.device:
+    """Where the model computes."""
+    device: torch.device = next(model.parameters()).device
+    return device
+
+
 def bound_objects(model: Any, region: str) -> Iterator[tuple[str, Any, type]]:
     """(path, object, class wanted) of everything that serves a region on this pipeline stage."""
     for slot in slots(model):
         if region in slot.regions:
             yield slot.path, slot.module, slot.wanted
-    if region == "logprobs" and model.post_process:
-        yield "token_logprobs", getattr(model, "token_logprobs", None), TokenLogprobs
+    wanted = kinds_in(model).logprobs
+    if region == "logprobs" and wanted is not None and model.post_process:
+        yield "token_logprobs", getattr(model, "token_logprobs", None), wanted
 
 
 _SHARED: dict[str, tuple[str, ...]] = {
@@ -88,7 +62,8 @@ def remember(model: Any, plan: Plan) -> Snapshot:
     tables = {}
     if plan.installs("rope"):
         width, base = int(model.config.kv_channels), float(model.rotary_base)
-        tables["rope"] = (lambda: rope_ops._table(width, base), rope_naive.table(width, base))
+        kinds, device = kinds_in(model), device_of(model)
+        tables["rope"] = (lambda: kinds.rope_tables(width, base, device), rope_naive.table(width, base))
     return Snapshot({"": model}, plan.bindings, tables=tables)
 
 
@@ -113,11 +88,11 @@ def changes_of(model: Any, region: str, changes: Sequence[Change]) -> list[Chang
     return [c for c in changes if c.path == region or owns(c)]
 
 
-def _problem(path: str, obj: Any, wanted: type, binding: Binding) -> str | None:
+def _problem(path: str, obj: Any, wanted: type, binding: Binding, kinds: Kinds) -> str | None:
     cls: type = type(obj)
     if cls is not wanted:
         return f"{path} is {name_of(obj)}, not {wanted.__name__}"
-    for name, method in _OURS[wanted].items():
+    for name, method in kinds.methods[wanted].items():
         if name in vars(obj):
             return f"{path}.{name} was set on the object"
         if inspect.getattr_static(wanted, name) is not method:
@@ -133,11 +108,16 @@ def _problem(path: str, obj: Any, wanted: type, binding: Binding) -> str | None:
 
 def _model_problem(model: Any, region: str) -> str | None:
     """What a region needs besides its modules."""
+    kinds = kinds_in(model)
+    if (found := kinds.problem(region, device_of(model))) is not None:
+        return found
     if region == "norm":
+        wanted = kinds.residual_add
+        here = getattr(sys.modules[wanted.__module__], wanted.__name__, None)
         for index, layer in enumerate(model.decoder.layers):
             for name in ("self_attn_bda", "mlp_bda"):
                 found = getattr(layer, name)
-                if found is not _RESIDUAL or layers.contract_residual_add is not _RESIDUAL:
+                if found is not wanted or here is not wanted:
                     return (
                         f"decoder.layers.{index}.{name} is {name_of(found)}, not the contract's residual add"
                     )
@@ -168,32 +148,37 @@ def _model_problem(model: Any, region: str) -> str | None:
 def region_report(model: Any, binding: Binding, optimizer: Any, problem: str | None) -> RegionReport:
     """The state of one region; ``problem`` is one already known.  A region only observed is described, not judged."""
     if binding.region == "grad_norm":
-        return _grad_norm_report(binding, optimizer, problem)
+        return _grad_norm_report(model, binding, optimizer, problem)
     objects = list(bound_objects(model, binding.region))
     installs = binding.enforcement.installs
     if installs and problem is None:
-        found = (_problem(path, obj, wanted, binding) for path, obj, wanted in objects)
-        problem = next((p for p in found if p is not None), None) or _model_problem(model, binding.region)
+        kinds = kinds_in(model)
+        wrong = (_problem(path, obj, wanted, binding, kinds) for path, obj, wanted in objects)
+        problem = next((p for p in wrong if p is not None), None) or _model_problem(model, binding.region)
     if objects:
         subject = objects[0][1]
         text = f"{name_of(subject)} x{len(objects)}"
     else:
         # an embedding or a head on another pipeline stage: this process attests the class it would bind
-        subject = _elsewhere(binding)
+        subject = _elsewhere(binding, kinds_in(model))
         text = f"none on pipeline stage {model.pg_collection.pp.rank()}"
     judged = installs and isinstance(subject, (Contracted, TokenLogprobs))
     dtype = model.config.params_dtype
     canary = None
     if judged and problem is None:
         canary = registry.canary_digest(
-            _call(binding.region, subject), binding.function, binding.constants, dtype=dtype
+            _call(binding.region, subject),
+            binding.function,
+            binding.constants,
+            dtype=dtype,
+            device=device_of(model).type,
         )
     expected = expected_canary(binding.function, binding.constants, dtype)
     return RegionReport(
         region=binding.region,
         object=text,
         provider=binding.provider,
-        source=registry.source_digest(binding.function),
+        source=registry.source_digest(binding.function, kinds_in(model).arch),
         canary=canary,
         expected_canary=expected,
         reference_canary=expected,  # these canaries have the function's own sizes
@@ -202,11 +187,11 @@ def region_report(model: Any, binding: Binding, optimizer: Any, problem: str | N
     )
 
 
-def _elsewhere(binding: Binding) -> Any:
+def _elsewhere(binding: Binding, kinds: Kinds) -> Any:
     """An object of a region's class with its binding and nothing else."""
     if binding.region == "logprobs":
         return TokenLogprobs(binding, None)
-    wanted = {"embedding": ContractEmbedding, "lm_head": ContractHead}.get(binding.region)
+    wanted = {"embedding": kinds.embedding, kinds.head.region: kinds.head}.get(binding.region)
     if wanted is None:
         return None
     subject = wanted.__new__(wanted)
@@ -239,6 +224,8 @@ def _call(region: str, o: Any) -> Callable[..., Tensor]:
             return lambda x, w, offsets: _both_products(o, x, w, offsets)
         case "combine":
             return o.compute_combine
+        case "head_logprobs":
+            return lambda x, w, target: o.compute_logprobs(x, w, target, None)
         case "logprobs":
             return lambda logits, target: o.compute(logits, target, None)
         case _:
@@ -259,20 +246,24 @@ def _both_products(o: ContractExperts, x: Tensor, w: Tensor, offsets: Tensor) ->
     return first if torch.equal(first, last) else first.new_zeros(())
 
 
-def _grad_norm_report(binding: Binding, optimizer: Any, problem: str | None) -> RegionReport:
-    installs = binding.enforcement.installs
+def _grad_norm_report(model: Any, binding: Binding, optimizer: Any, problem: str | None) -> RegionReport:
+    installs, kinds = binding.enforcement.installs, kinds_in(model)
     if problem is None and installs and not clipping.norm_is_exact(optimizer):
         problem = "an optimizer's norm is not the exact sum of squares"
     canary = None
     if installs and problem is None:
         # the path of the bound methods, so that a replaced sum is seen
-        canary = registry.canary_digest(clipping.sum_of_squares, binding.function, binding.constants)
+        canary = registry.canary_digest(
+            lambda tensors: kinds.sums.sum_of_squares([t.to(device_of(model)) for t in tensors]),
+            binding.function,
+            binding.constants,
+        )
     expected = expected_canary(binding.function, binding.constants, torch.float32)
     return RegionReport(
         region=binding.region,
         object=" + ".join(name_of(part) for part in clipping.leaves(optimizer)),
         provider=binding.provider,
-        source=registry.source_digest(binding.function),
+        source=registry.source_digest(binding.function, kinds.arch),
         canary=canary,
         expected_canary=expected,
         reference_canary=expected,
