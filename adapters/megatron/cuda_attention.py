@@ -158,5 +158,5 @@ class CudaCoreAttention(ContractCoreAttention):
             return out
         if attention_mask is not None and (packed or not is_causal(attention_mask, s)):
             self.refuse("a mask that is not causal", "pass attention_mask=None; pad rows on the right")
-        out = self.compute(*(t.unsqueeze(0) for t in (q, k, v)), self.softmax_scale, step)[0]
+        out = self.compute(q[None], k[None], v[None], self.softmax_scale, step)[0]
         return out if packed else out.view(b, s, -1).transpose(0, 1).contiguous()

@@ -171,7 +171,8 @@ def _attention_gradient(
 ) -> tuple[Tensor, ...]:
     found = [torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, v)]
     for at in _sequences(spans):
-        made = attention.gradients(*(x[at] for x in (g, q, k, v, out)), lse[:, at], rest[2])
+        given = (g[at], q[at], k[at], v[at], out[at], lse[:, at])
+        made: Any = attention.gradients(*given, rest[2])
         for whole, part in zip(found, made, strict=False):
             whole[at] = part
     return *found, torch.empty(0)

@@ -114,7 +114,10 @@ def run(launch: Any, tied: Path, biased: Path) -> Any:
     ) -> Any:
         def work() -> Any:
             model = made(biased if "mimo" in name else tied, layout, name, **options)
-            found = {"rows": score(model, rows(), microbatch=2), "packed": score_packed(model, sequences())}
+            found: dict[str, Any] = {
+                "rows": score(model, rows(), microbatch=2),
+                "packed": score_packed(model, sequences()),
+            }
             if layout.ranks == 1:
                 report = model.isoexec_adapter.verify()
                 found["bound"] = [r.region for r in report[0].regions if r.ok]
