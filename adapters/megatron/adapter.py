@@ -226,8 +226,8 @@ class MegatronAdapter:
         kinds = kinds_in(self.model)
         if plan.installs("norm"):
             for layer in self.model.decoder.layers:
-                self._set(layer, "self_attn_bda", kinds.residual_add)
-                self._set(layer, "mlp_bda", kinds.residual_add)
+                for name, add in kinds.adds(layer).items():
+                    self._set(layer, name, add)
         if plan.installs("rope"):
             self._set(self.model, "position_embedding_type", "none")
         logprobs = plan.binding("logprobs")

@@ -24,9 +24,11 @@ from isoexec.adapters.megatron.weights import unwrap
 from isoexec.adapters.recorder import Recorder
 from isoexec.contracts.schema import Contract
 
-__all__ = ["ALLOWED", "census"]
+__all__ = ["ALLOWED", "ALLOWED_ON", "census"]
 
 ALLOWED = Path(__file__).with_name("census.yaml")
+ALLOWED_ON = {"sm90": Path(__file__).with_name("census_sm90.yaml")}
+"""The list of an arch whose ops have other gradient nodes."""
 _ROWS, _LENGTH = 2, 8
 
 
@@ -70,7 +72,7 @@ def census(model: Any, contract: Contract | None) -> Census:
         recorders.append(recorder)
     return Census.judged(
         recorders,
-        load_allowed(ALLOWED),
+        load_allowed(ALLOWED if contract is None else ALLOWED_ON.get(contract.arch, ALLOWED)),
         runtime="megatron",
         versions={"megatron-core": version("megatron-core"), "torch": torch.__version__},
         contract=contract.name if contract is not None else None,

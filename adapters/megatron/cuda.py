@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -47,6 +49,8 @@ __all__ = [
     "CudaQKNorm",
     "CudaRMSNorm",
     "CudaRowParallelLinear",
+    "Pending",
+    "cuda_deferred_add",
     "cuda_residual_add",
     "sum_of_squares",
 ]
@@ -100,6 +104,14 @@ class CudaEmbedding(ContractEmbedding):
         )
 
 
+@dataclass(frozen=True)
+class Pending:
+    """A residual sum of [s, b, H] that the norm behind it makes."""
+
+    x: Tensor
+    residual: Tensor
+
+
 class CudaRMSNorm(ContractRMSNorm):
     """``rms_norm.pairs`` over the hidden dimension; sequence-parallel ranks hold rows by whole chains of 16."""
 
@@ -110,6 +122,28 @@ class CudaRMSNorm(ContractRMSNorm):
         return norm_ops.rms_norm_grad(
             x, weight, float(eps or 0.0), shard=shard, group=None if shard == "none" else group
         )
+
+    def compute_sum(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float | None, group: ProcessGroup | None
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, [s, b, H] each, and that sum rounded to the model dtype."""
+        self.require()
+        shard: Shard = "none" if group is None else self.shard()
+        y, h = norm_ops.add_rms_norm(
+            x.flatten(0, 1),
+            residual.flatten(0, 1),
+            weight,
+            float(eps or 0.0),
+            shard=shard,
+            group=None if shard == "none" else group,
+        )
+        return y.view(x.shape), h.view(x.shape)
+
+    def forward(self, x: Tensor | Pending) -> Any:
+        """The norm of x; of a sum that is still to be made, the norm and the sum, as Megatron's layer takes both."""
+        if isinstance(x, Pending):
+            return self.compute_sum(x.x, x.residual, self.weight, self.eps, solo(self.tp_group))
+        return super().forward(x)
 
 
 class CudaQKNorm(CudaRMSNorm):
@@ -220,6 +254,11 @@ def cuda_residual_add(training: bool, fused: bool) -> Callable[..., Tensor]:  # 
     return adding(norm_ops.residual_add, training)
 
 
+def cuda_deferred_add(training: bool, fused: bool) -> Callable[..., Any]:  # noqa: ARG001
+    """As `cuda_residual_add`, for the slot before a norm that makes the sum itself (`Kinds.adds`)."""
+    return adding(cast("Callable[[Tensor, Tensor], Tensor]", Pending), training)
+
+
 def sum_of_squares(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> Tensor:
     """The kernel's exact sum; the one path of the bound methods and of the canary."""
     if not tensors:
@@ -262,6 +301,7 @@ KINDS = Kinds(
     mlp=CudaMLP,
     core=CudaCoreAttention,
     residual_add=cuda_residual_add,
+    deferred_add=cuda_deferred_add,
     logprobs=None,
     sums=sys.modules[__name__],
     rope_tables=lambda width, base, device: [t.cpu() for t in rope_ops.tables(width, base, device)],

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -27,6 +28,7 @@ __all__ = ["CPU", "Kinds", "kinds_in", "kinds_of"]
 
 _METHODS = (
     *("forward", "__call__", "compute", "compute_bias", "compute_rope", "compute_halves", "compute_logprobs"),
+    "compute_sum",
     *("compute_routing", "compute_plan", "compute_slots", "compute_combine", "compute_down", "compute_silu"),
 )
 
@@ -39,6 +41,7 @@ def _nothing(*_: Any) -> None:
 class Kinds:
     """The classes by slot, and the rest of an arch's binding.
 
+    ``deferred_add`` leaves the sum after attention to the norm that reads it, where a layer lets it (`adds`).
     ``logprobs`` is what a model holds as ``token_logprobs``, None where the head computes them itself.  ``router``, ``experts``
     and ``moe`` are None where layers with experts are not bound.  ``sums`` has ``sum_of_squares``.  ``rope_tables`` gives the
     tables in use for (rotated width, base, device).  ``begin`` claims the process's switches, before anything reads them;
@@ -56,6 +59,7 @@ class Kinds:
     mlp: type[layers.ContractMLP]
     core: type[ContractCoreAttention]
     residual_add: Callable[..., Any]
+    deferred_add: Callable[..., Any] | None = None
     logprobs: type | None
     sums: ModuleType
     rope_tables: Callable[[int, float, torch.device], Sequence[Tensor]]
@@ -76,6 +80,22 @@ class Kinds:
             for c in sorted(classes, key=lambda c: c.__qualname__)
         }
         object.__setattr__(self, "methods", taken)
+
+    def adds(self, layer: Any) -> dict[str, Callable[..., Any]]:
+        """What fills a layer's two bias-dropout-add slots, by their names.
+
+        The sum after attention goes to the next norm as a pair, unless that norm is recomputed alone, offloaded, or not ours.
+        """
+        deferred = self.deferred_add
+        if (
+            type(layer.pre_mlp_layernorm) is not self.norm
+            or layer.recompute_pre_mlp_layernorm
+            or layer.config.fine_grained_activation_offloading
+            or not isinstance(layer.pre_cross_attn_layernorm, IdentityOp)
+            or not isinstance(layer.cross_attention, IdentityOp)
+        ):
+            deferred = None
+        return {"self_attn_bda": deferred or self.residual_add, "mlp_bda": self.residual_add}
 
     def by_slot(self, name: str) -> type[layers.Contracted]:
         """The class of a slot's kind, by the field's name; InstallError where this arch has none."""

@@ -112,11 +112,10 @@ def _model_problem(model: Any, region: str) -> str | None:
     if (found := kinds.problem(region, device_of(model))) is not None:
         return found
     if region == "norm":
-        wanted = kinds.residual_add
-        here = getattr(sys.modules[wanted.__module__], wanted.__name__, None)
         for index, layer in enumerate(model.decoder.layers):
-            for name in ("self_attn_bda", "mlp_bda"):
+            for name, wanted in kinds.adds(layer).items():
                 found = getattr(layer, name)
+                here = getattr(sys.modules[wanted.__module__], wanted.__name__, None)
                 if found is not wanted or here is not wanted:
                     return (
                         f"decoder.layers.{index}.{name} is {name_of(found)}, not the contract's residual add"
@@ -206,6 +205,8 @@ def _call(region: str, o: Any) -> Callable[..., Tensor]:
     match region:
         case "embedding":
             return lambda ids, w: o.compute(ids.unsqueeze(1), w, None)
+        case "norm" if hasattr(o, "compute_sum"):
+            return lambda x, w, eps: _alone_and_summed(o, x.unsqueeze(1), w, eps)
         case "norm" | "qk_norm":
             return lambda x, w, eps: o.compute(x.unsqueeze(1), w, eps, None)
         case "rope":
@@ -230,6 +231,16 @@ def _call(region: str, o: Any) -> Callable[..., Tensor]:
             return lambda logits, target: o.compute(logits, target, None)
         case _:
             return lambda x, w: o.compute(x.unsqueeze(1), w, None)
+
+
+def _alone_and_summed(o: Any, x: Tensor, w: Tensor, eps: float) -> Tensor:
+    """The norm of x, where that of a sum whose rounded result is x is the same; else nothing of either."""
+    half = x * 0.4990234375
+    rest = x - half
+    alone = o.compute(half + rest, w, eps, None)
+    summed, kept = o.compute_sum(half, rest, w, eps, None)
+    plain: Tensor = o.compute(x, w, eps, None)
+    return plain if torch.equal(summed, alone) and torch.equal(kept, half + rest) else plain.new_zeros(())
 
 
 def _there_and_back(o: ContractMoELayer, x: Tensor, experts: Tensor, count: int) -> Tensor:

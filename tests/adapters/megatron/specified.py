@@ -233,6 +233,7 @@ def install() -> None:
         "embedding": embedding_ops._lookup,
         "embedding_grad": embedding_ops._gradient,
         "rms_norm": lambda x, w, eps, *_: norm.rms_norm(x, w, eps),
+        "add_rms_norm": lambda x, r, w, eps, *_: norm.add_rms_norm(x, r, w, eps),
         "norm_grad": norm_gradient._gradient,
         "residual_add": norm.residual_add,
         "rope": lambda x, at, _, *table: rotation.rotate(x, at.long(), table[:2], reverse=table[3]),

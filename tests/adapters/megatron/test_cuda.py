@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from isoexec.adapters.demo.tiny import WEIGHTS, make_qwen3, qwen3_weights, save_weights
+from isoexec.adapters.megatron.census import census
 from isoexec.adapters.megatron.kinds import kinds_of
 from isoexec.adapters.megatron.logprobs import (
     BOUNDS,
@@ -103,6 +104,7 @@ def steps(model: Any, old: torch.Tensor, count: int, **options: Any) -> dict[str
 def run(launch: Any, tied: Path, biased: Path) -> Any:
     """run(layout, **options) -> what the first rank has of a model: scores, and what training steps made of it."""
     kinds_of("sm90")  # imported once for all ranks
+    from isoexec.adapters.megatron.cuda import cuda_deferred_add, cuda_residual_add
 
     @cache
     def of(
@@ -110,6 +112,7 @@ def run(launch: Any, tied: Path, biased: Path) -> Any:
         name: str = "qwen3-dense-sm90",
         count: int = 1,
         optimizer: tuple[str, ...] = (),
+        apart: bool = False,
         **options: Any,
     ) -> Any:
         def work() -> Any:
@@ -118,9 +121,13 @@ def run(launch: Any, tied: Path, biased: Path) -> Any:
                 "rows": score(model, rows(), microbatch=2),
                 "packed": score_packed(model, sequences()),
             }
+            for layer in model.decoder.layers:
+                assert layer.self_attn_bda is cuda_deferred_add
+                layer.self_attn_bda = cuda_residual_add if apart else cuda_deferred_add
             if layout.ranks == 1:
                 report = model.isoexec_adapter.verify()
                 found["bound"] = [r.region for r in report[0].regions if r.ok]
+                found["census"] = count == 2 and census(model, model.isoexec_adapter.contract).clean
             return found | steps(model, found["rows"], count, **dict.fromkeys(optimizer, True))
 
         first, *others = launch(work, layout)
@@ -148,6 +155,7 @@ def test_every_region_is_bound_and_its_canary_holds(run: Any, one: Any) -> None:
         *("embedding", "norm", "qk_norm", "column_linear", "row_linear", "rope", "attention", "silu_mul"),
         "head_logprobs",
     ]
+    assert run(one, count=2)["census"]
 
 
 def test_a_pack_has_the_bits_of_rows(run: Any, one: Any) -> None:
@@ -169,6 +177,10 @@ def test_tensor_and_sequence_parallel_ranks_train_to_the_bits_of_one(
 
 def test_recomputing_layers_under_the_distributed_optimizer_changes_no_bit(run: Any, one: Any) -> None:
     the_same(run(one, recompute=True, optimizer=("distributed_optimizer",)), run(one, count=2))
+
+
+def test_a_norm_that_makes_the_sum_before_it_has_the_bits_of_two_steps(run: Any, one: Any) -> None:
+    the_same(run(one, apart=True), run(one, count=2))
 
 
 def test_recomputing_attention_alone_changes_no_bit(run: Any, one: Any, layout_of: Any) -> None:
