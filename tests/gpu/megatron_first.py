@@ -149,7 +149,9 @@ class Run:
     def model(self, layers: int, *, native: bool = False, **options: Any) -> Any:
         where = self.folder / f"layers{layers}"
         where.mkdir(exist_ok=True)
-        (where / "config.json").write_text(json.dumps(self.sizes | {"num_hidden_layers": layers}))
+        config = where / "config.json"
+        if not config.exists():  # both ranks read what the first process wrote
+            config.write_text(json.dumps(self.sizes | {"num_hidden_layers": layers}))
         contract = None if native else self.contract
         made = build(where, contract=contract, load=False, **options)
         fill(made)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.vllm
 Run = Callable[..., dict[str, Any]]
 DTYPES = ("bfloat16", "float32")
 LAYOUTS = {"TP2 EP2": ("bfloat16", True), "TP2 ETP2": ("float32", False)}
-FORWARD = set(REGIONS) - {"qkv_bias"}
+FORWARD = set(REGIONS) - {"qkv_bias", "head_logprobs"}
 TRAINER = Path(__file__).with_name("trainer_script.py")
 
 
