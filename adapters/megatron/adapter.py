@@ -33,7 +33,7 @@ from isoexec.adapters.snapshot import Snapshot, told
 from isoexec.contracts.errors import InstallError
 from isoexec.contracts.schema import Contract
 from isoexec.contracts.topology import check_topology
-from isoexec.probes.attest import environment
+from isoexec.probes.attest import arch, environment
 
 __all__ = ["SUPPORTED", "MegatronAdapter"]
 
@@ -154,7 +154,7 @@ class MegatronAdapter:
         """Bind the contract's regions for this process; TopologyError and InstallError as ``make_plan`` says."""
         _check_version()
         _known_regions(contract)
-        kinds_of(contract.arch).begin()
+        _begin(contract)
         config = self._config if self._model is None else self._model.config
         plan = make_plan(
             contract, self.role, self.topology(), str(config.params_dtype).removeprefix("torch.")
@@ -196,8 +196,8 @@ class MegatronAdapter:
             )
         self._plan = plan
         try:
+            _begin(plan.contract)
             kinds = kinds_of(plan.contract.arch)
-            kinds.begin()
             self._set(model, "isoexec_kinds", kinds)
             if refused:
                 self._failed = dict.fromkeys((b.region for b in plan.bindings), "; ".join(refused))
@@ -299,6 +299,7 @@ class MegatronAdapter:
         while self._undo:
             self._undo.pop()()
         self._plan, self._failed, self._snapshot, self.optimizer = None, {}, None, None
+        self._transport = None
         if self._model is not None and getattr(self._model, "isoexec_adapter", None) is self:
             self._model.isoexec_adapter = None
 
@@ -354,6 +355,12 @@ def _check_version() -> None:
         raise InstallError(
             region="megatron-core", wanted=f">={low},<{high}", found=found, fix="install a supported version"
         )
+
+
+def _begin(contract: Contract) -> None:
+    """Claim the process's switches for a contract of this arch; one of another is refused, and changes nothing."""
+    if contract.arch == arch():
+        kinds_of(contract.arch).begin()
 
 
 def _known_regions(contract: Contract) -> None:

@@ -256,7 +256,8 @@ def install() -> None:
     for name, kernel in kernels.items():
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"isoexec::sm90_{name}", "CPU"):
             _LIBRARY.impl(f"sm90_{name}", kernel, "CPU")
-    setattr(base, "arch", lambda: "sm90")  # noqa: B010
+    for module in (base, adapter):
+        setattr(module, "arch", lambda: "sm90")  # noqa: B010
     setattr(base, "require_evidence", lambda *_: None)  # noqa: B010
     setattr(adapter, "environment", lambda: {"arch": "sm90"})  # noqa: B010
     _canaries()

@@ -28,6 +28,7 @@ from isoexec.adapters.megatron.model import build
 from isoexec.adapters.megatron.training import Batch, Trainer
 from isoexec.adapters.megatron.weights import export_hf
 from isoexec.contracts.errors import InstallError
+from isoexec.kernels.linear.hopper import cublaslt
 
 pytestmark = pytest.mark.megatron
 
@@ -191,6 +192,15 @@ def test_biases_and_pipeline_stages_have_the_bits_of_one_rank(run: Any, one: Any
     alone = run(one, "mimo-dense-sm90")
     assert "qkv_bias" in alone["bound"]
     the_same(run(layout_of(pp=2), "mimo-dense-sm90"), alone)
+
+
+def test_a_switch_that_is_flipped_later_is_seen(launch: Any, one: Any, tied: Path) -> None:
+    def work() -> list[str]:
+        model = made(tied, one)
+        cublaslt.restore(cublaslt.SHIPPED)
+        return [r.region for r in model.isoexec_adapter.verify()[0].regions if not r.ok]
+
+    assert launch(work)[0] == ["column_linear", "row_linear", "head_logprobs"]
 
 
 def test_the_head_has_a_temperature_and_entropies_and_refuses_logits(
