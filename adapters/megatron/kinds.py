@@ -103,8 +103,8 @@ class Kinds:
         if found is None:
             raise InstallError(
                 region="expert_linear",
-                wanted=f"a {name} of {self.arch}",
-                found="an adapter that binds dense layers there",
+                wanted=f"a contract of dense layers on {self.arch}",
+                found=f"one with {name}, which this adapter does not bind there",
                 fix="take a contract of a dense model, or run these layers natively and watch them",
             )
         return found

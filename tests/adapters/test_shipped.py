@@ -134,9 +134,11 @@ def test_the_megatron_adapter_refuses_an_unproven_region_by_name(monkeypatch: py
     ):
         adapter.plan(contract)
     monkeypatch.setattr("isoexec.adapters.base.arch", lambda: "sm90")
-    contract = unserved(CONTRACTS["glm4-moe-lite-sm90"], "attention.latent_segments/1")
-    with pytest.raises(InstallError, match=r"attention: wanted a provider of attention.latent_segments"):
+    contract = unserved(CONTRACTS["qwen3-dense-sm90"], "attention.mma_segments/1")
+    with pytest.raises(InstallError, match=r"attention: wanted a provider of attention.mma_segments"):
         adapter.plan(contract)
+    with pytest.raises(InstallError, match=r"expert_linear: wanted a contract of dense layers on sm90"):
+        adapter.plan(CONTRACTS["glm4-moe-lite-sm90"])
 
 
 def test_what_is_said_of_runtimes_is_what_their_adapters_support() -> None:
