@@ -18,33 +18,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "kernels" / "hopper"))
 os.environ["ISOEXEC_CONTRACT"] = ""
 
-import emulation  # type: ignore[import-not-found]  # noqa: F401 - the interpreter is asked for before anything imports triton
+import on_cpu  # type: ignore[import-not-found]  # noqa: F401 - before any op is defined
+import torch
+from attention_stand_in import quickly, stand_in  # type: ignore[import-not-found]
+from torch import Tensor, nn
+from vllm.config import VllmConfig, set_current_vllm_config
 
-from isoexec.kernels.hopper import library
-
-_define = library.define
-
-
-def _on_cpu_too(schema: str, kernel: Any, fake: Any, **gradient: Any) -> Any:
-    op = _define(schema, kernel, fake, **gradient)
-    library._LIBRARY.impl(schema.partition("(")[0], kernel, "CPU")
-    return op
-
-
-library.define = _on_cpu_too
-
-import torch  # noqa: E402
-from attention_stand_in import quickly, stand_in  # type: ignore[import-not-found]  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
-
-from isoexec.adapters.base import Binding, Enforcement, Plan, regions_of  # noqa: E402
-from isoexec.adapters.vllm import cuda, cuda_attention, cuda_worker, state  # noqa: E402
-from isoexec.contracts.errors import InstallError  # noqa: E402
-from isoexec.contracts.schema import Contract  # noqa: E402
-from isoexec.contracts.schema import library as contracts  # noqa: E402
-from isoexec.kernels.attention.hopper import naive  # noqa: E402
-from isoexec.kernels.rope.naive import table  # noqa: E402
+from isoexec.adapters.base import Binding, Enforcement, Plan, regions_of
+from isoexec.adapters.vllm import cuda, cuda_attention, cuda_worker, state
+from isoexec.contracts.errors import InstallError
+from isoexec.contracts.schema import Contract
+from isoexec.contracts.schema import library as contracts
+from isoexec.kernels.attention.hopper import naive
+from isoexec.kernels.rope.naive import table
 
 BF16 = torch.bfloat16
 SEGMENT, PAGE, HEADS, KV, D = 32, 16, 2, 1, 64

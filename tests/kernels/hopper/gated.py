@@ -15,35 +15,22 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-import emulation  # type: ignore[import-not-found]  # noqa: F401 - the interpreter is asked for before anything imports triton
 import numpy as np
+import on_cpu  # type: ignore[import-not-found]  # noqa: F401 - before any op is defined
 import torch
 from torch import Tensor
 
 from isoexec.kernels.gates import Run, degrees, forward, inputs, norms, ropes, rows
 from isoexec.kernels.gates.forward import many
-from isoexec.kernels.hopper import library
-
-_define = library.define
-
-
-def _on_cpu_too(schema: str, kernel: Any, fake: Any, **gradient: Any) -> Any:
-    op = _define(schema, kernel, fake, **gradient)
-    library._LIBRARY.impl(schema.partition("(")[0], kernel, "CPU")
-    return op
-
-
-library.define = _on_cpu_too
-
-from isoexec.kernels.grouped_linear.hopper import kernel as grouped  # noqa: E402
-from isoexec.kernels.grouped_linear.hopper import products  # noqa: E402
-from isoexec.kernels.grouped_linear.hopper import table as grouped_table  # noqa: E402
-from isoexec.kernels.linear.hopper import cublaslt, kernel, table  # noqa: E402
-from isoexec.kernels.linear_logprobs.hopper.kernel import Tile as Fused  # noqa: E402
-from isoexec.kernels.linear_logprobs.hopper.plan import Chunks  # noqa: E402
-from isoexec.kernels.logprobs.hopper import kernel as logprobs  # noqa: E402
-from isoexec.kernels.rms_norm.hopper import gradient  # noqa: E402
-from isoexec.kernels.router.sigmoid.gate import Shape  # noqa: E402
+from isoexec.kernels.grouped_linear.hopper import kernel as grouped
+from isoexec.kernels.grouped_linear.hopper import products
+from isoexec.kernels.grouped_linear.hopper import table as grouped_table
+from isoexec.kernels.linear.hopper import cublaslt, kernel, table
+from isoexec.kernels.linear_logprobs.hopper.kernel import Tile as Fused
+from isoexec.kernels.linear_logprobs.hopper.plan import Chunks
+from isoexec.kernels.logprobs.hopper import kernel as logprobs
+from isoexec.kernels.rms_norm.hopper import gradient
+from isoexec.kernels.router.sigmoid.gate import Shape
 
 
 def kernel_tile(rows: int, columns: int, depth: int) -> grouped.Tile:

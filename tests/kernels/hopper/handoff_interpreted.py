@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import emulation  # type: ignore[import-not-found]  # noqa: F401 - the interpreter is asked for before anything imports triton
+import on_cpu  # type: ignore[import-not-found]  # noqa: F401 - before any op is defined
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,7 +26,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime import interpreter
 
 from isoexec.kernels.groups import name_of
-from isoexec.kernels.hopper import library
 
 _atomic = interpreter.InterpreterBuilder.create_atomic_rmw
 
@@ -39,17 +38,6 @@ def _yielding(self: Any, *given: Any) -> Any:
 
 
 interpreter.InterpreterBuilder.create_atomic_rmw = _yielding
-
-_define = library.define
-
-
-def _on_cpu_too(schema: str, kernel: Any, fake: Any, **gradient: Any) -> Any:
-    op = _define(schema, kernel, fake, **gradient)
-    library._LIBRARY.impl(schema.partition("(")[0], kernel, "CPU")
-    return op
-
-
-library.define = _on_cpu_too
 
 from isoexec.kernels.grouped_linear.hopper import kernel as grouped_kernel  # noqa: E402
 from isoexec.kernels.grouped_linear.hopper import naive as grouped_naive  # noqa: E402

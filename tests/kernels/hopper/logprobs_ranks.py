@@ -8,31 +8,17 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
 
-import emulation  # type: ignore[import-not-found]  # noqa: F401 - the interpreter is asked for before anything imports triton
 import numpy as np
+import on_cpu  # type: ignore[import-not-found]  # noqa: F401 - before any op is defined
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from isoexec.kernels.gates import ranks
-from isoexec.kernels.hopper import library
-
-_define = library.define
-
-
-def _on_cpu_too(schema: str, kernel: Any, fake: Any, **gradient: Any) -> Any:
-    op = _define(schema, kernel, fake, **gradient)
-    library._LIBRARY.impl(schema.partition("(")[0], kernel, "CPU")
-    return op
-
-
-library.define = _on_cpu_too
-
-from isoexec.kernels.linear.hopper import cublaslt, kernel, table  # noqa: E402
-from isoexec.kernels.linear_logprobs.hopper import plan  # noqa: E402
-from isoexec.kernels.logprobs.hopper import kernel as logprobs  # noqa: E402
+from isoexec.kernels.linear.hopper import cublaslt, kernel, table
+from isoexec.kernels.linear_logprobs.hopper import plan
+from isoexec.kernels.logprobs.hopper import kernel as logprobs
 
 VOCAB, LEAVES, ROWS = 2400, 8, 24
 HEAD = (1920, 64)

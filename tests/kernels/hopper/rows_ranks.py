@@ -11,31 +11,18 @@ import sys
 from functools import partial
 from typing import Any
 
-import emulation  # type: ignore[import-not-found]  # noqa: F401 - the interpreter is asked for before anything imports triton
+import on_cpu  # type: ignore[import-not-found]  # noqa: F401 - before any op is defined
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from isoexec.kernels.embedding.hopper.ops import vocab_parallel_embedding
 from isoexec.kernels.gates import ranks
 from isoexec.kernels.gates.inputs import fill, ids
 from isoexec.kernels.gates.recipes import gradients
-from isoexec.kernels.hopper import library
-
-_define = library.define
-
-
-def _on_cpu_too(schema: str, kernel: Any, fake: Any, **gradient: Any) -> Any:
-    op = _define(schema, kernel, fake, **gradient)
-    library._LIBRARY.impl(schema.partition("(")[0], kernel, "CPU")
-    return op
-
-
-library.define = _on_cpu_too
-
-from isoexec.kernels.embedding.hopper.ops import vocab_parallel_embedding  # noqa: E402
-from isoexec.kernels.grad_norm.hopper.ops import exact_sq_sum  # noqa: E402
-from isoexec.kernels.rms_norm.hopper import backward, gradient  # noqa: E402
-from isoexec.kernels.rms_norm.hopper.ops import Shard, rms_norm_grad  # noqa: E402
+from isoexec.kernels.grad_norm.hopper.ops import exact_sq_sum
+from isoexec.kernels.rms_norm.hopper import backward, gradient
+from isoexec.kernels.rms_norm.hopper.ops import Shard, rms_norm_grad
 
 EPS = 1e-6
 _launch: Any = backward.launch_gradient
