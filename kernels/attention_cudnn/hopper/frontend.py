@@ -60,7 +60,7 @@ NAME = "sm90_attention_cudnn"
 HEAD_DIMS = (64, 128, 256)
 UNIT = 128  # rows; sizes of short sequences are its multiples
 MOST_WORKSPACE = 32 << 30  # bytes; 32k rows of head dim 64 want twice as many
-BUILDS: frozenset[str] = frozenset()
+BUILDS = frozenset({"cudnn 91900, frontend 1.32.0, CUDA 13.0, NVIDIA H200 of 132 multiprocessors"})
 """What the gate of attention.mma_segments_cudnn/1 has certified, as `identity` gives it."""
 _INPUTS = ("q", "k", "v", "o", "dO")
 _admitted: set[str] = set()

@@ -116,6 +116,7 @@ HEAD_ROWS = 1024
 # what ranks share in real processes, and with how many rows; weight gradients are compared with WEIGHT_ROWS of them
 SHARED_WEIGHTS = ((4096, 4096), (4096, 12288), (2048, 4096), (6144, 1024))
 SHARED_ROWS = (1, 64, 776)
+SHARED_HEADS = ((4096, 4096), (151936, 1024))  # whose outputs ranks share, to fp32
 WEIGHT_ROWS = 64
 PADDED = 37  # rows to which zeros are appended
 
@@ -247,8 +248,7 @@ def _partition(run: Run) -> None:
     pairs = zip(x.chunk(2, 1), w.chunk(2, 1), strict=True)
     parts = [reference(a.contiguous(), b.contiguous(), torch.float32) for a, b in pairs]
     run.control("k_shards_summed", parts[0] + parts[1], reference(x, w, torch.float32))
-    if dtype == torch.bfloat16:  # a head's logits are not row-parallel; its columns are other ranks' own
-        _real_ranks(run)
+    _real_ranks(run, dtype)
 
 
 def _input_gradient_in_laps(run: Run, x: Tensor, w: Tensor) -> None:
@@ -275,8 +275,10 @@ def able(rank: int, size: int, group: ProcessGroup | None, device: str) -> dict[
     return {name: torch.tensor(not why) for name, why in transport.able(group, here(device)).items()}
 
 
-def _layouts(N: int, size: int) -> dict[str, tuple[int, ...]]:
+def _layouts(N: int, size: int, out: torch.dtype) -> dict[str, tuple[int, ...]]:
     """The rows of each part of a weight: of one part, of two equal ones as gate and up, and of two that differ in width."""
+    if out == torch.float32:
+        return {"column": (N,)}
     return {"column": (N,), "merged": (N // 2, N // 2), "unequal": (16 * size, N - 16 * size)}
 
 
@@ -288,9 +290,13 @@ def shared(
     weight: tuple[int, int],
     rows: int,
     sp: bool,
+    out: torch.dtype,
     device: str,
 ) -> dict[str, list[Tensor]]:
-    """Outputs and gradients of a rank's part of column-parallel, merged and row-parallel linears, and of gather-K."""
+    """Outputs and gradients of a rank's part of column-parallel, merged and row-parallel linears, and of gather-K.
+
+    To fp32 only of a column-parallel one: a head and a router are no other.
+    """
     run = Run(
         constants={},
         full=True,
@@ -300,15 +306,17 @@ def shared(
         transport.use(name)
     N, K = weight
     x, w = operands(run, rows, N, K)
-    dy, dz = many(run, rows, N, salt=5), many(run, rows, N, salt=6)
+    dy, dz = many(run, rows, N, salt=5, dtype=out), many(run, rows, N, salt=6)
     x_own, dz_own = (t.chunk(size)[rank] if sp else t for t in (x, dz))
     done: dict[str, list[Tensor]] = {}
     with claimed():
-        for what, parts in _layouts(N, size).items():
+        for what, parts in _layouts(N, size, out).items():
             own = naive.shard_rows(parts, rank, size).to(w.device)
             laps = [part // size for part in parts]
-            call = partial(column_linear, group=group, sequence_parallel=sp, laps=laps)
+            call = partial(column_linear, group=group, sequence_parallel=sp, laps=laps, out_dtype=out)
             done[what] = gradients(call, [x_own, w[own]], dy[:, own])
+        if out == torch.float32:
+            return _sent(done, rows)
         part, w_part = (t.chunk(size, 1)[rank].contiguous() for t in (x, w))
         done["row"] = gradients(
             partial(row_linear, group=group, sequence_parallel=sp), [part, w_part], dz_own
@@ -322,6 +330,11 @@ def shared(
                 )
             ]
             transport.finish(group)
+    return _sent(done, rows)
+
+
+def _sent(done: dict[str, list[Tensor]], rows: int) -> dict[str, list[Tensor]]:
+    """What goes back to the check: gradients of weights at one number of rows only."""
     return {what: [t.cpu() for t in some[: 3 if rows == WEIGHT_ROWS else 2]] for what, some in done.items()}
 
 
@@ -374,9 +387,10 @@ def transports(run: Run, size: int) -> list[str]:
     return [name for name, yes in on_ranks(run, size, able, run.device.type)[0].items() if bool(yes)]
 
 
-def _real_ranks(run: Run) -> None:
-    device = run.device.type
-    narrow = run.pick(SHARED_WEIGHTS[:1], SHARED_WEIGHTS)
+def _real_ranks(run: Run, out: torch.dtype) -> None:
+    device, wide = run.device.type, out == torch.float32
+    cut = SHARED_HEADS if wide else SHARED_WEIGHTS
+    narrow, counts = run.pick(cut[:1], cut), SHARED_ROWS[:2] if wide else SHARED_ROWS
     whole: dict[tuple[tuple[int, int], int], dict[str, list[Tensor]]] = {}
     served: dict[int, list[str]] = {}
     for axis, sp in (("TP", False), ("SP", True)):
@@ -386,21 +400,23 @@ def _real_ranks(run: Run) -> None:
             names = ["none"] if size == 1 else served[size]
             for name in run.over("transport", names):
                 for weight in narrow:
-                    if weight[0] % (32 * size) or weight[1] % (16 * size):
+                    if weight[0] % ((16 if wide else 32) * size) or weight[1] % (16 * size):
                         continue
-                    for rows in run.over("shared_rows", SHARED_ROWS):
+                    for rows in run.over("shared_rows", counts):
                         if sp and rows % size:
                             continue
                         if (weight, rows) not in whole:
                             (whole[weight, rows],) = on_ranks(
-                                run, 1, shared, name, weight, rows, False, device
+                                run, 1, shared, name, weight, rows, False, out, device
                             )
                         one = whole[weight, rows]
                         many_ranks = (
-                            on_ranks(run, size, shared, name, weight, rows, sp, device) if size > 1 else [one]
+                            on_ranks(run, size, shared, name, weight, rows, sp, out, device)
+                            if size > 1
+                            else [one]
                         )
-                        _compare(run, many_ranks, one, sp)
-            if size > 1 and not sp:
+                        _compare(run, many_ranks, one, sp, out)
+            if size > 1 and not sp and not wide:
                 for name in names:
                     wrong = on_ranks(run, size, faults, name, device)[0]
                     x, w = operands(run, *PLANTED)
@@ -416,7 +432,11 @@ def _real_ranks(run: Run) -> None:
 
 
 def _compare(
-    run: Run, ranks: Sequence[dict[str, list[Tensor]]], whole: dict[str, list[Tensor]], sp: bool
+    run: Run,
+    ranks: Sequence[dict[str, list[Tensor]]],
+    whole: dict[str, list[Tensor]],
+    sp: bool,
+    out: torch.dtype,
 ) -> None:
     """Results by rank, put together, are those of one rank."""
 
@@ -424,11 +444,16 @@ def _compare(
         for got in [torch.cat(list(parts))] if sp else parts:
             run.equal(got, want)
 
-    for what, parts in _layouts(whole["column"][0].shape[1], len(ranks)).items():
+    for what, parts in _layouts(whole["column"][0].shape[1], len(ranks), out).items():
         y, dx, *dw = zip(*(r[what] for r in ranks), strict=True)
         run.equal(_joined(y, parts, 1), whole[what][0])
         same(dx, whole[what][1])
         run.equal([_joined(d, parts, 0) for d in dw], whole[what][2:])
+    if out == torch.float32:
+        if len(ranks) > 1:
+            turned = torch.cat([r["column"][0] for r in reversed(ranks)], 1)
+            run.control("outputs_of_another_rank", turned, whole["column"][0])
+        return
     y, dx, *dw = zip(*(r["row"] for r in ranks), strict=True)
     same(y, whole["row"][0])
     run.equal(torch.cat(dx, 1), whole["row"][1])

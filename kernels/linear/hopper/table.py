@@ -112,7 +112,7 @@ def known(N: int, K: int) -> tuple[int, int]:
 def _part(N: int, K: int) -> bool:
     """Whether [N, K] is a part of a listed weight's outputs that is none of its shards."""
     shard = any((N * parts, K) in tiles() or (N, K * parts) in tiles() for parts in DEGREES)
-    return not shard and N % STEP == 0 and any(K == k and N < n for n, k in tiles())
+    return not shard and N % STEP == 0 and any(k == K and n > N for n, k in tiles())
 
 
 def tile_for(N: int, K: int, M: int) -> Tile | None:
@@ -128,8 +128,8 @@ def tile_for(N: int, K: int, M: int) -> Tile | None:
 def chain_tile(product: Product, N: int, K: int, M: int) -> Tile | None:
     """The tile for another product than the forward one, or None for the library; `DomainError` as in `known`.
 
-    Gradients of inputs and what goes on from them admit parts of a merged shard too: any whole steps of a listed weight's outputs,
-    by own chains alone.
+    Gradients of inputs and what goes on from them admit parts of a merged shard too: any whole steps of a listed weight's
+    outputs, by own chains alone.
     """
     if product in PART and _part(N, K):
         steps = PART[product]

@@ -214,8 +214,7 @@ def shared(
 def faults(
     rank: int, size: int, group: ProcessGroup | None, vocab: int, leaves: int, rows: int, device: str
 ) -> dict[str, Tensor]:
-    """Log p with ranks joined wrongly: their logits in another order, one leaf a rank (two where that is right), a rank's sums
-    alone; and rightly."""
+    """Log p by ranks rightly, and wrongly joined: another order of logits, other leaves, a rank's sums alone."""
     run = Run(constants={}, full=True, device=here(device))
     logits, target, _ = inputs(run, rows, vocab, torch.float32, salt=3)
     parts = [t.contiguous() for t in logits.chunk(size, 1)]
