@@ -92,14 +92,22 @@ def shapes() -> tuple[tuple[int, int], ...]:
 
 
 @cache
-def known(N: int, K: int) -> tuple[int, int]:
-    """The listed weight that [N, K] is, or of which it is a shard of whole steps. Raises `DomainError` where there is none."""
+def _whole(N: int, K: int) -> tuple[int, int] | None:
+    """The listed weight that [N, K] is, or of which it is a shard of whole steps."""
     if N % STEP == 0 and K % STEP == 0:
         listed = tiles()
         for parts in DEGREES:
             for whole in ((N * parts, K), (N, K * parts)):
                 if whole in listed:
                     return whole
+    return None
+
+
+def known(N: int, K: int) -> tuple[int, int]:
+    """The listed weight that [N, K] is, or of which it is a shard of whole steps. Raises `DomainError` where there is none."""
+    whole = _whole(N, K)
+    if whole is not None:
+        return whole
     raise DomainError(
         "sm90_linear",
         f"weight [{N}, {K}]",
@@ -111,8 +119,7 @@ def known(N: int, K: int) -> tuple[int, int]:
 @cache
 def _part(N: int, K: int) -> bool:
     """Whether [N, K] is a part of a listed weight's outputs that is none of its shards."""
-    shard = any((N * parts, K) in tiles() or (N, K * parts) in tiles() for parts in DEGREES)
-    return not shard and N % STEP == 0 and any(k == K and n > N for n, k in tiles())
+    return _whole(N, K) is None and N % STEP == 0 and any(k == K and n > N for n, k in tiles())
 
 
 def tile_for(N: int, K: int, M: int) -> Tile | None:
