@@ -114,6 +114,8 @@ def gated(functions: set[str]) -> tuple[dict[str, str], list[str]]:
             for family in gate.families
         ]
     held |= dict.fromkeys(left, "quick gate")
+    if not jobs:
+        return held, []
     with tempfile.TemporaryDirectory() as folder:
         outcomes = list(run_gates(jobs, State(Path(folder)), fresh=True, said=lambda *_: None))
     return held, [f"{one.gate.function} {why}" for one in outcomes for why in one.failures]

@@ -27,19 +27,12 @@ BY_NAME = {family.name: family for family in FAMILIES}
 SOURCE = "sha256:" + "a" * 64
 RECORD = "sha256:" + "b" * 64
 
-# Regions of today's shipped contracts that nothing may be installed for, by why. What a head's ranks and a router's tokens are
-# cut into is claimed, and their gates do not say it of real ranks yet.
+# Regions of today's shipped contracts that nothing may be installed for, by why.
 _GDN = {"gdn_conv", "gdn_gating", "gdn_rule"}
-_HEAD = {"lm_head"}
 UNPROVEN: Mapping[str, Mapping[str, set[str]]] = {
-    "qwen3-dense-sm90": {"evidence refused": _HEAD},
-    "mimo-dense-sm90": {"evidence refused": _HEAD},
-    "qwen3-moe-sm90": {"evidence refused": _HEAD | {"router"}},
-    "glm4-moe-lite-sm90": {"evidence refused": _HEAD | {"router"}},
-    "deepseek-v3-sm90": {"evidence refused": _HEAD | {"router"}},
-    "qwen3.5-dense-sm90": {"no kernel": _GDN, "evidence refused": _HEAD},
-    "qwen3.5-moe-sm90": {"no kernel": _GDN, "evidence refused": _HEAD | {"router"}},
-    "qwen3-next-sm90": {"no kernel": _GDN, "evidence refused": _HEAD | {"router"}},
+    "qwen3.5-dense-sm90": {"no kernel": _GDN},
+    "qwen3.5-moe-sm90": {"no kernel": _GDN},
+    "qwen3-next-sm90": {"no kernel": _GDN},
 }
 """Shipped contract -> kind -> regions; a contract that is not listed is wholly proven."""
 
