@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from isoexec.contracts.digests import digest_bytes, digest_of
 from isoexec.kernels.attention.naive import QUERY_TILE
-from isoexec.kernels.canaries import canary, canary_digest, expected_digest, output_digest, reference
+from isoexec.kernels.canaries import Asked, canary, canary_digest, expected_digest, output_digest, reference
 from isoexec.kernels.domain import DomainError
 from isoexec.kernels.grad_norm.naive import BITS
 from isoexec.kernels.linear.hopper.naive import STEP
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ARCHS",
     "FUNCTIONS",
+    "Asked",
     "Function",
     "Kernel",
     "canary",

@@ -175,6 +175,11 @@ class EngineHost:
         """Fault: the engine's probe says nothing any more, while the engine goes on."""
         self._silent = True
 
+    def profiling(self, on: bool) -> None:
+        """Begin or end the profiler of the engine's workers, where its arguments ask for one (``profiler_config``)."""
+        if self._llm.llm_engine.vllm_config.profiler_config.profiler is not None:
+            (self._llm.start_profile if on else self._llm.stop_profile)()
+
     def memory(self) -> int:
         """Bytes in use on the GPU now, by every process, for the workers are others; without one this process's peak."""
         if torch.cuda.is_available():

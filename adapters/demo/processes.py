@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = ["Remote", "RemoteError", "call_all"]
 
 _START_SECONDS = 180.0
 _CALL_SECONDS = 600.0
+_PROFILE = "<profile>"
 
 
 class RemoteError(IsoExecError):
@@ -37,7 +39,7 @@ class RemoteError(IsoExecError):
 
 
 def _serve(
-    pipe: Connection, target: str, env: Mapping[str, str], log: str, arguments: Mapping[str, Any]
+    pipe: Connection, name: str, target: str, env: Mapping[str, str], log: str, arguments: Mapping[str, Any]
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(env)
@@ -45,20 +47,39 @@ def _serve(
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    module, _, name = target.partition(":")
+    module, _, kind = target.partition(":")
     try:
-        host = getattr(importlib.import_module(module), name)(**arguments)
+        host = getattr(importlib.import_module(module), kind)(**arguments)
         pipe.send(("ok", None))
     except BaseException as error:  # noqa: BLE001 - whatever it was, the caller is told
         pipe.send(("error", type(error).__name__, str(error), traceback.format_exc()))
         return
+    profile: tuple[str, Path] | None = None
+    device = False  # the workers' own profiler runs
     while True:
         try:
             method, args, kwargs = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send(("ok", getattr(host, method)(*args, **kwargs)))
+            if method == _PROFILE:
+                (profile,) = args
+                if (on := profile is not None and profile[0] == "torch") != device and hasattr(
+                    host, "profiling"
+                ):
+                    host.profiling(on)
+                device = on
+                pipe.send(("ok", None))
+                continue
+            call = partial(getattr(host, method), *args, **kwargs)
+            if profile is None:
+                pipe.send(("ok", call()))
+            else:
+                from isoexec.adapters.demo.profiling import profiled
+
+                pipe.send(
+                    ("ok", profiled(profile[0], profile[1] / f"{name}-{method}-{profile[0]}.txt", call))
+                )
         except BaseException as error:  # noqa: BLE001 - whatever it was, the caller is told
             pipe.send(("error", type(error).__name__, str(error), traceback.format_exc()))
         if method == "close":
@@ -77,7 +98,10 @@ class Remote:
         self._pipe, child = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
         self.process = context.Process(
-            target=_serve, args=(child, target, dict(env), str(log), dict(arguments)), name=name, daemon=False
+            target=_serve,
+            args=(child, name, target, dict(env), str(log), dict(arguments)),
+            name=name,
+            daemon=False,
         )
         self.process.start()
         child.close()
@@ -99,6 +123,10 @@ class Remote:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.start(method, *args, **kwargs)
         return self.finish(method)
+
+    def profile(self, kind: str | None, folder: Path) -> None:
+        """Profile every call from now on into ``folder``, by one of `profiling.KINDS`; None ends it."""
+        self.call(_PROFILE, None if kind is None else (kind, folder))
 
     def close(self) -> None:
         """Ask the object to close, then end its process, by force when it does not end by itself."""

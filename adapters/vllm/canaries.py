@@ -7,7 +7,7 @@ answer, and not a copy of them.  Workers are idle then: the engine answers ``col
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -57,20 +57,18 @@ class Canary:
         self._region = binding.region
         self._function = binding.function
         self._constants = dict(binding.constants)
-        self._dtype = dtype
         group = get_tp_group()
         self._rank, self._ranks = group.rank_in_group, group.world_size
         self._device = device
+        # one rounding to bfloat16 would hide the order in which a few rows are added
+        self._inputs = torch.float32 if self._region == "combine" else dtype
+        self._asked = registry.Asked(self._function, self._constants, dtype=self._inputs, device=device)
 
     def digest(self, bound: Any) -> tuple[str, str]:
         """Digest of the bound object's output, and the one a faithful object gives."""
         sizes, call = getattr(self, f"_{self._region}")(bound)
-        # one rounding to bfloat16 would hide the order in which a few rows are added
-        dtype = torch.float32 if self._region == "combine" else self._dtype
-        inputs: Mapping[str, Any] = {"dtype": dtype, "sizes": sizes}
-        expected = expected_canary(self._function, self._constants, **inputs)
-        found = registry.canary_digest(call, self._function, self._constants, **inputs, device=self._device)
-        return found, expected
+        expected = expected_canary(self._function, self._constants, self._inputs, sizes)
+        return self._asked.digest(call, sizes), expected
 
     def stale(self, bound: Any) -> str | None:
         """In words, what the object computes with that is not its own: a copy of an older weight, or the loan of a bias."""

@@ -48,6 +48,7 @@ from isoexec.adapters.demo.faults import FAULTS, edited_contract
 from isoexec.adapters.demo.job import Halted, Job, Layout, pad
 from isoexec.adapters.demo.phases import Stage, fault_phase
 from isoexec.adapters.demo.processes import RemoteError, call_all
+from isoexec.adapters.demo.profiling import KINDS
 from isoexec.adapters.demo.services import Daemon
 from isoexec.adapters.demo.task import Task
 from isoexec.adapters.demo.tiny import make_qwen3, write_config
@@ -81,6 +82,16 @@ _FAULTS = ("kernel", "stale-weights", "kept-cache", "claim", "topology")
 _LR = 1e-6  # no step may move random weights to where logits have no numbers
 _PROVING = 5  # steps, at most, until the skip may begin; in later turns its first one
 RAW = {"logprobs_mode": "raw_logprobs"}  # at temperature 1 the same numbers, and the engine's default
+
+
+def _profiler(folder: Path) -> dict[str, Any]:
+    return {
+        "profiler_config": {
+            "profiler": "torch",
+            "torch_profiler_dir": str(folder),
+            "torch_profiler_with_stack": False,
+        }
+    }
 
 
 class Bench:
@@ -145,6 +156,7 @@ class Bench:
                     "kv_cache_memory_bytes": int(args.kv_gib * GIB),
                     # only looked at before the model is loaded, beside whatever else is on the GPU
                     "gpu_memory_utilization": 0.05,
+                    **(_profiler(self._folder(job)) if args.profile else {}),
                 },
             )
         return replace(plain, engine_env={"VLLM_BATCH_INVARIANT": "1"}) if job == "invariant" else plain
@@ -181,6 +193,8 @@ class Bench:
                 self.found["census"] = job.allow_skip()
             self._next[name] = 0
             self._step(job, name, skip=False)  # warms up
+            if self.args.profile:
+                self._profile(job, name)
         return self._jobs[name]
 
     def _step(self, job: Job, name: str, *, skip: bool) -> dict[str, Any]:
@@ -188,6 +202,21 @@ class Bench:
         self._next[name] += 1
         record = job.step(step, rescore=0, skip=skip)
         return asdict(record)
+
+    def _profile(self, job: Job, name: str) -> None:
+        """A step under each profiler; tables of every process to ``profile/NAME``, the engine's own beside them."""
+        self._step(job, name, skip=False)  # of another length than the first
+        for kind in KINDS:
+            for remote in (*job.trainers, job.engine):
+                remote.profile(kind, self._folder(name))
+            self._step(job, name, skip=False)
+            for remote in (*job.trainers, job.engine):
+                remote.profile(None, self._folder(name))
+
+    def _folder(self, name: str) -> Path:
+        made = (self.out / "profile" / name).resolve()
+        made.mkdir(parents=True, exist_ok=True)
+        return made
 
     def turn(self, side: str) -> None:
         """One turn of a side: a measured step, or as many as `--steps` says."""
@@ -423,6 +452,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--bits", type=int, default=0, help="sampled tokens to compare on either side; 0 for none"
     )
+    parser.add_argument("--profile", action="store_true", help="profile a step of each job into OUT/profile")
     parser.add_argument("--faults", type=_names, default=[], help=f"of {', '.join(_FAULTS)}")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "step-report")))
     return parser
