@@ -14,7 +14,7 @@ least N sampled tokens, prompts of 16 to 4096, responses to 2048, batches of 1 t
 natively and under the contract.
 
 `--faults kernel,stale-weights,kept-cache,claim` breaks a promise a time, as `isoexec demo --fault` does: a kernel is replaced, a
-sync is missed, a prefix cache outlives one, or the trainer's degree is outside the claim (`topology`, live, wants `--tp 2`). Each
+sync is missed, a prefix cache outlives one, or the trainer's degree is outside the claim (`topology`, live, wants `--trainer-tp 2`). Each
 must be caught by its rule and the job halted, or refused before it samples; anything else is a failure.
 
 Results are written after each turn to step.json and step.md in $OUT (or `--out`). A side that fails is named there with its
@@ -143,8 +143,9 @@ class Bench:
             plain = Layout(engine=RAW, one_in=args.one_in, transport=args.transport)
         else:
             plain = Layout(
-                engine_tp=args.tp,
-                trainer_tp=args.tp,
+                engine_tp=args.engine_tp,
+                trainer_tp=args.trainer_tp,
+                sequence_parallel=args.sequence_parallel,
                 gpu=True,
                 microbatch=args.microbatch,
                 one_in=args.one_in,
@@ -436,12 +437,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=1000, help="turns of each side at most")
     parser.add_argument("--steps", type=int, default=1, help="measured steps a turn")
     parser.add_argument("--resident", action="store_true", help="all sides stay on the GPU")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel degree of engine and trainer")
+    parser.add_argument("--engine-tp", type=int, default=1, help="tensor-parallel degree of the engine")
+    parser.add_argument("--trainer-tp", type=int, default=1, help="tensor-parallel degree of the trainer")
+    parser.add_argument("--sequence-parallel", action="store_true", help="in the trainer")
     parser.add_argument("--prompts", type=int)
     parser.add_argument("--group", type=int, default=8, help="responses to a prompt")
     parser.add_argument("--prompt", type=int, nargs=2, metavar=("LOW", "HIGH"))
     parser.add_argument("--response", type=int)
-    parser.add_argument("--microbatch", type=int, default=4, help="rows the trainer takes at once")
+    parser.add_argument("--microbatch", type=int, default=16, help="rows the trainer takes at once")
     parser.add_argument("--kv-gib", type=float, default=16.0, help="GiB of an engine's key-value cache")
     parser.add_argument(
         "--one-in", type=int, default=8, help="sequences of which one is recorded, and scored under the skip"
@@ -478,7 +481,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         bench.rounds(args.seconds * (0.6 if args.bits else 1.0))
         bench.close()
-        for job in ("native", "contract") if args.bits else ():
+        for job in [side for side in ("native", "contract") if args.bits and side in sides]:
             bench.found["bits"][job] = _or_absent(bits, bench, job)
             bench.write()
         for name in args.faults:

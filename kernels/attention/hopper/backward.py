@@ -34,6 +34,8 @@ UNIT = 128  # rows and keys that a program of a table's tile may take at most
 # where they are narrow
 WORKSPACE = {64: 0, 128: 0, 256: 4 << 30}
 _LOG2E = tl.constexpr(LOG2E)
+# numbers that change with the tokens of a call: what is known of them would have the kernels compiled again and again
+_SIZES = ("requests", "first_kv", "window", "rows", "stripe", "s_row", "w_row")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,8 @@ class Given(NamedTuple):
     """What both kernels read, tensors and then numbers; in a kernel pointers, types where one is compiled.
 
     q, g [T, H, D], k, v [keys, KV, D], ds (written-down products) bf16; base, delta [H, T] fp32; spans, owners int32; places of
-    the units' stripes int64. `stripe` is the elements of one head's products at most.
+    the units' stripes int64. Beside it the kernels get `rows` (T), `stripe`, the elements of one head's products at most, and
+    the strides of spans and owners.
     """
 
     q: Any
@@ -83,10 +86,6 @@ class Given(NamedTuple):
     places: Any
     c: Any
     scale: Any
-    rows: Any
-    stripe: Any
-    s_row: Any
-    w_row: Any
     q_row: Any
     q_head: Any
     k_row: Any
@@ -97,7 +96,7 @@ class Given(NamedTuple):
     g_head: Any
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "l_head"])
 def delta_kernel(
     g: tl.tensor,
     out: tl.tensor,
@@ -126,7 +125,7 @@ def delta_kernel(
     tl.store(base + h * rows + row, one * _LOG2E, mask=some)
 
 
-@triton.jit(do_not_specialize=["requests"])
+@triton.jit(do_not_specialize=["requests", "rows", "count", "s_row", "w_row", "l_head"])
 def sink_kernel(
     lse: tl.tensor,
     delta: tl.tensor,
@@ -157,7 +156,7 @@ def sink_kernel(
     tl.store(parts + h * count + u + tl.arange(0, 1), found)
 
 
-@triton.jit(do_not_specialize=["requests"])
+@triton.jit(do_not_specialize=["requests", "count", "s_row"])
 def sink_total_kernel(
     parts: tl.tensor,
     spans: tl.tensor,
@@ -195,6 +194,7 @@ def _rows_of(
     n: tl.tensor,
     key: tl.tensor,
     window: tl.tensor,
+    rows: tl.tensor,
     D: tl.constexpr,
     UNIT: tl.constexpr,
     KEYS: tl.constexpr,
@@ -211,8 +211,8 @@ def _rows_of(
     at = (q0 + row).to(tl.int64)
     qx = tl.load(of.q + h * of.q_head + at[:, None] * of.q_row + d[None, :], mask=some[:, None], other=0.0)
     gx = tl.load(of.g + h * of.g_head + at[:, None] * of.g_row + d[None, :], mask=some[:, None], other=0.0)
-    bx = tl.load(of.base + h * of.rows + at, mask=some, other=float("inf"))
-    dx = tl.load(of.delta + h * of.rows + at, mask=some, other=0.0)
+    bx = tl.load(of.base + h * rows + at, mask=some, other=float("inf"))
+    dx = tl.load(of.delta + h * rows + at, mask=some, other=0.0)
     s = tl.dot(kx, tl.trans(qx), tl.zeros([KEYS, ROWS], tl.float32))
     cs = tl.full([KEYS, ROWS], 1.0, tl.float32) * of.c
     # a row beyond the sequence has base inf, so p = 0
@@ -234,7 +234,7 @@ def _rows_of(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["requests", "window", "first_kv"])
+@triton.jit(do_not_specialize=_SIZES)
 def key_kernel(
     of: Given,
     dk: tl.tensor,
@@ -242,6 +242,10 @@ def key_kernel(
     requests: tl.tensor,
     first_kv: tl.tensor,
     window: tl.tensor,
+    rows: tl.tensor,
+    stripe: tl.tensor,
+    s_row: tl.tensor,
+    w_row: tl.tensor,
     out_row: tl.tensor,
     out_head: tl.tensor,
     GROUP: tl.constexpr,
@@ -257,13 +261,13 @@ def key_kernel(
     u = tl.program_id(0) // (UNIT // KEYS)
     b = tl.load(of.owners + u)
     if b < requests:
-        n = tl.load(of.spans + of.s_row + b)
-        index = tl.load(of.owners + of.w_row + u)
+        n = tl.load(of.spans + s_row + b)
+        index = tl.load(of.owners + w_row + u)
         start = index * UNIT + tl.program_id(0) % (UNIT // KEYS) * KEYS
         if start < n or STORE:
             kv = first_kv + tl.program_id(1)
             q0 = tl.load(of.spans + b)
-            k0 = tl.load(of.spans + 3 * of.s_row + b)
+            k0 = tl.load(of.spans + 3 * s_row + b)
             key = start + tl.arange(0, KEYS)
             d = tl.arange(0, D)
             some = (key < n)[:, None]
@@ -282,15 +286,15 @@ def key_kernel(
                 if STORE:
                     # squares of [keys, rows], this head's, from the unit's own rows on
                     head = tl.program_id(1) * GROUP + one
-                    into += head.to(tl.int64) * of.stripe + tl.load(of.places + u) + (start % UNIT) * UNIT
+                    into += head.to(tl.int64) * stripe + tl.load(of.places + u) + (start % UNIT) * UNIT
                     into -= index.to(tl.int64) * (UNIT * UNIT)
                 for r0 in range(begin, end, ROWS):
                     dkx, dvx = _rows_of(
-                        *(of, kx, vx, dkx, dvx, into, kv * GROUP + one, q0, r0, n, key, window),
+                        *(of, kx, vx, dkx, dvx, into, kv * GROUP + one, q0, r0, n, key, window, rows),
                         *(D, UNIT, KEYS, ROWS, WINDOWED, STORE, WANT, HARDWARE),
                     )
             # a request that does not bring all its keys' rows is outside the domain, and shows it
-            bad = tl.where(tl.load(of.spans + 2 * of.s_row + b) == n, 0.0, float("nan"))
+            bad = tl.where(tl.load(of.spans + 2 * s_row + b) == n, 0.0, float("nan"))
             to = at * out_row + kv * out_head + d[None, :]
             if WANT != 2:
                 tl.store(dk + to, (dkx * of.scale + bad).to(tl.bfloat16), mask=some)
@@ -338,13 +342,17 @@ def _keys_of(
     return tl.dot((p * (dp - dx[:, None])).to(tl.bfloat16), kx, dq)
 
 
-@triton.jit(do_not_specialize=["requests", "window", "first_kv"])
+@triton.jit(do_not_specialize=_SIZES)
 def query_kernel(
     of: Given,
     dq: tl.tensor,
     requests: tl.tensor,
     first_kv: tl.tensor,
     window: tl.tensor,
+    rows: tl.tensor,
+    stripe: tl.tensor,
+    s_row: tl.tensor,
+    w_row: tl.tensor,
     out_row: tl.tensor,
     out_head: tl.tensor,
     GROUP: tl.constexpr,
@@ -361,13 +369,13 @@ def query_kernel(
     u = x // (UNIT // ROWS)
     b = tl.load(of.owners + u)
     if b < requests:
-        n = tl.load(of.spans + of.s_row + b)
-        index = tl.load(of.owners + of.w_row + u)
+        n = tl.load(of.spans + s_row + b)
+        index = tl.load(of.owners + w_row + u)
         start = index * UNIT + x % (UNIT // ROWS) * ROWS
         if start < n:
             h = first_kv * GROUP + tl.program_id(1)
             kv = h // GROUP
-            k0 = tl.load(of.spans + 3 * of.s_row + b)
+            k0 = tl.load(of.spans + 3 * s_row + b)
             row = start + tl.arange(0, ROWS)
             d = tl.arange(0, D)
             some = row < n
@@ -375,7 +383,7 @@ def query_kernel(
             acc = tl.zeros([ROWS, D], tl.float32)
             end = tl.cdiv(tl.minimum(start + ROWS, n), KEYS) * KEYS
             if STORED:
-                into = of.ds + tl.program_id(1).to(tl.int64) * of.stripe + tl.load(of.places + u - index)
+                into = of.ds + tl.program_id(1).to(tl.int64) * stripe + tl.load(of.places + u - index)
                 units = tl.cdiv(n, UNIT)
                 for at_key in range(0, end, KEYS):
                     key = at_key + tl.arange(0, KEYS)
@@ -395,8 +403,8 @@ def query_kernel(
                 to_g = of.g + at[:, None] * of.g_row + h * of.g_head + d[None, :]
                 qx = tl.load(to_q, mask=some[:, None], other=0.0)
                 gx = tl.load(to_g, mask=some[:, None], other=0.0)
-                bx = tl.load(of.base + h * of.rows + at, mask=some, other=float("inf"))
-                dx = tl.load(of.delta + h * of.rows + at, mask=some, other=0.0)
+                bx = tl.load(of.base + h * rows + at, mask=some, other=float("inf"))
+                dx = tl.load(of.delta + h * rows + at, mask=some, other=0.0)
                 first = 0
                 if WINDOWED:
                     first = tl.maximum(start - window + 1, 0) // KEYS * KEYS
@@ -411,7 +419,7 @@ def query_kernel(
                             *(of, qx, gx, bx, dx, acc, kv, k0, at_key, n, row, window),
                             *(D, KEYS, ROWS, half == LAST, WINDOWED, HARDWARE),
                         )
-            bad = tl.where(tl.load(of.spans + 2 * of.s_row + b) == n, 0.0, float("nan"))
+            bad = tl.where(tl.load(of.spans + 2 * s_row + b) == n, 0.0, float("nan"))
             to = at[:, None] * out_row + h * out_head + d[None, :]
             tl.store(dq + to, (acc * of.scale + bad).to(tl.bfloat16), mask=some[:, None])
 
@@ -475,9 +483,12 @@ def launch_gradients(
     if sinks is not None:
         dsinks = torch.empty_like(sinks)
         parts = torch.empty(H, units, dtype=torch.float32, device=device)
-        sizes = (requests, T, units, spans.stride(0), owners.stride(0), lse.stride(0))
+        counts = (requests, T, units, spans.stride(0), owners.stride(0), lse.stride(0))
         sink_kernel[(units, H)](
-            *(lse, delta, sinks, parts, spans, owners, *sizes), UNIT=UNIT, num_warps=1, enable_fp_fusion=False
+            *(lse, delta, sinks, parts, spans, owners, *counts),
+            UNIT=UNIT,
+            num_warps=1,
+            enable_fp_fusion=False,
         )
         most = power_of_two(-(-most_rows // UNIT))
         sink_total_kernel[(H,)](
@@ -497,17 +508,26 @@ def launch_gradients(
     places = _stripes(spans, owners) if store else owners
     of = Given(
         *(q, k, v, g, base, delta, ds, spans, owners, places),
-        *(constants(scale)[0], float(torch.tensor(scale, dtype=torch.float32)), T, elements),
-        *(spans.stride(0), owners.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1)),
-        *(v.stride(0), v.stride(1), g.stride(0), g.stride(1)),
+        *(constants(scale)[0], float(torch.tensor(scale, dtype=torch.float32))),
+        *(
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            g.stride(0),
+            g.stride(1),
+        ),
     )
+    sizes = (T, elements, spans.stride(0), owners.stride(0))
     walk = walk_stored if store else walk_query
     for first in range(0, KV, at_once):
         some = min(at_once, KV - first)
         cut = {"GROUP": group, "D": D, "UNIT": UNIT, "WINDOWED": window > 0, "HARDWARE": hardware}
         for want in (1, 2) if walk_key.apart else (0,):
             key_kernel[(units * (UNIT // walk_key.hold), some)](
-                *(of, dk, dv, requests, first, window, dk.stride(0), dk.stride(1)),
+                *(of, dk, dv, requests, first, window, *sizes, dk.stride(0), dk.stride(1)),
                 **cut,
                 KEYS=walk_key.hold,
                 ROWS=walk_key.step,
@@ -518,7 +538,7 @@ def launch_gradients(
                 enable_fp_fusion=False,
             )
         query_kernel[(units * (UNIT // walk.hold), some * group)](
-            *(of, dq, requests, first, window, dq.stride(0), dq.stride(1)),
+            *(of, dq, requests, first, window, *sizes, dq.stride(0), dq.stride(1)),
             **cut,
             KEYS=walk.step,
             ROWS=walk.hold,

@@ -97,7 +97,7 @@ def _merged(
     return tl.where(live[:, None], added, acc), tl.where(live, total + w, total)
 
 
-@triton.jit(do_not_specialize=["kv_segment", "window"])
+@triton.jit(do_not_specialize=["kv_segment", "window", "ol_head", "pl_slot", "pl_head", "wl_head"])
 def merge_kernel(
     own: tl.tensor,
     own_lse: tl.tensor,
@@ -186,7 +186,7 @@ def merge_kernel(
         tl.store(out + t * out_row + h[:, None] * out_head + d[None, :], y, mask=some[:, None])
 
 
-@triton.jit(do_not_specialize=["B", "tokens", "kv_segment", "width"])
+@triton.jit(do_not_specialize=["B", "entries", "tokens", "kv_segment", "width", "b_row", "t_row"])
 def table_kernel(
     q_start: tl.tensor,
     lengths: tl.tensor,

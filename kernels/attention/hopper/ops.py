@@ -30,6 +30,7 @@ from isoexec.kernels.attention.hopper.segments import (
     by_library,
     check_rows,
     kept,
+    lines,
     merged,
     nothing,
 )
@@ -217,6 +218,9 @@ def plan(
     def table(*shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.int32, device=device)
 
+    def laid(rows: int, width: int) -> Tensor:
+        return lines(rows, width, dtype=torch.int32, device=device).zero_()
+
     own = requests * (count if single else touched) if provider == "fa3" else 0
     past = 0 if single or provider != "fa3" else requests * (count - 1)
     per = kv_segment // page if page else 0
@@ -235,10 +239,10 @@ def plan(
         own_pages=table(own, per) if page else None,
         past=table(ROWS_OF_TABLE, past + 1 if past else 0),
         past_pages=table(past, per) if page else None,
-        spans=table(4, requests),
-        owners=table(2, requests if single else 0),
+        spans=laid(4, requests),
+        owners=laid(2, requests if single else 0),
         pages=table(requests, -(-most_keys // page)) if page else None,
-        units=table(2, tokens // UNIT + requests) if gradients else None,
+        units=laid(2, tokens // UNIT + requests) if gradients else None,
     )
 
 
@@ -376,14 +380,14 @@ def _tiles(
     tile = (DECODE if single else WINDOW if window else PREFILL)[D]
     held = 1 if single else tokens_of(tile, group)
     if not single:
-        owners = torch.empty(2, T // held + spans.shape[1], dtype=torch.int32, device=q.device)
+        owners = lines(2, T // held + spans.shape[1], dtype=torch.int32, device=q.device)
         launch_map(spans[1], owners, unit=held)
     slots = segments = -(-most_keys // kv_segment)
     if window:
         slots = min(slots, (window + kv_segment - 2) // kv_segment + 1)
         segments = min(segments, (window + held + kv_segment - 3) // kv_segment + 1)
     parts = torch.empty(slots, T, H, D, dtype=q.dtype, device=q.device)
-    lse = torch.empty(slots, H, T, dtype=torch.float32, device=q.device)
+    lse = lines(slots, H, T, dtype=torch.float32, device=q.device)
     launch_tiles(
         *(q, k, v, parts, lse, spans, owners, pages),
         scale=scale,

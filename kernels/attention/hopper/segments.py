@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from isoexec.kernels.attention.hopper import fa3
 
-__all__ = ["Attend", "Tables", "by_library", "check_rows", "kept", "merged", "nothing"]
+__all__ = ["Attend", "Tables", "by_library", "check_rows", "kept", "lines", "merged", "nothing"]
 
 SIDE_STREAMS = (
     1  # on which past segments are computed beside the own ones: one call fills the other's last wave
@@ -57,6 +57,11 @@ class Tables:
     most_rows: int
     single: bool
     folded: bool
+
+
+def lines(*shape: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """An empty tensor whose last dimension lies in lines of 16, so that kernels know the same of it whatever its length."""
+    return torch.empty(*shape[:-1], -(-shape[-1] // 16) * 16, dtype=dtype, device=device)[..., : shape[-1]]
 
 
 def check_rows(op: str, rows: int, position: Tensor, tokens: int) -> None:

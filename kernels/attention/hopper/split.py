@@ -66,7 +66,7 @@ def aside(device: torch.device) -> Iterator[Callable[[], None]]:
         yield lambda: main.wait_stream(side)
 
 
-@triton.jit(do_not_specialize=["B", "tokens", "BLOCKS"])
+@triton.jit(do_not_specialize=["B", "tokens", "t_row", "BLOCKS"])
 def scores_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -126,7 +126,7 @@ def scores_kernel(
             tl.store(tops + block * GROUP + g, tl.max(s, axis=1), mask=some & (g * 0 + i * KEYS < used))
 
 
-@triton.jit(do_not_specialize=["BLOCKS"])
+@triton.jit(do_not_specialize=["t_row", "BLOCKS"])
 def weights_kernel(
     table: tl.tensor,
     scores: tl.tensor,
@@ -199,7 +199,7 @@ def weights_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["rows", "BLOCKS"])
+@triton.jit(do_not_specialize=["rows", "t_row", "BLOCKS"])
 def sums_kernel(
     table: tl.tensor,
     ordered: tl.tensor,
@@ -287,7 +287,7 @@ def _values_of(
     return tl.dot(p, y, o * r[:, None]), r_next
 
 
-@triton.jit(do_not_specialize=["BLOCKS"])
+@triton.jit(do_not_specialize=["t_row", "BLOCKS"])
 def values_kernel(
     v: tl.tensor,
     table: tl.tensor,

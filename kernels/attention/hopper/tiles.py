@@ -239,7 +239,19 @@ def _block(
     return high, o, lanes
 
 
-@triton.jit(do_not_specialize=["requests", "kv_segment", "window", "slots"])
+@triton.jit(
+    do_not_specialize=[
+        "requests",
+        "kv_segment",
+        "window",
+        "slots",
+        "s_row",
+        "w_row",
+        "p_row",
+        "l_slot",
+        "l_head",
+    ]
+)
 def tile_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -335,7 +347,7 @@ def tile_kernel(
             tl.store(lse + slot * l_slot + head * l_head + row, one, mask=written)
 
 
-@triton.jit(do_not_specialize=["requests", "unit", "count"])
+@triton.jit(do_not_specialize=["requests", "unit", "count", "w_row"], do_not_specialize_on_alignment=["rows"])
 def map_kernel(
     rows: tl.tensor,
     owners: tl.tensor,

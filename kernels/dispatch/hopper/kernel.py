@@ -35,7 +35,7 @@ def _local(
     return tl.where((slot < total) & (e >= 0) & (e < count), e, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def count_kernel(
     experts: tl.tensor,
     counts: tl.tensor,
@@ -74,7 +74,7 @@ def scan_kernel(
     tl.store(sums + e, total, mask=e < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def place_kernel(
     experts: tl.tensor,
     counts: tl.tensor,

@@ -40,6 +40,10 @@ QUERIES = Tile(rows=32, keys=64, warps=8, stages=1)
 KEYS = Tile(rows=ROWS, keys=32, warps=8, stages=1)
 
 
+# numbers that change with the tokens of a call: what is known of them would have the kernels compiled again and again
+_SIZES = ("requests", "s_row", "u_row", "l_head", "d_head")
+
+
 class Operands(NamedTuple):
     """What both kernels read, tensors and then numbers; in a kernel pointers, types where one is compiled.
 
@@ -58,34 +62,34 @@ class Operands(NamedTuple):
     spans: Any
     units: Any
     scale: Any
-    requests: Any
-    s_row: Any
-    u_row: Any
     qr_row: Any
     qr_head: Any
     ql_row: Any
     ql_head: Any
     kr_row: Any
     c_row: Any
-    l_head: Any
-    d_head: Any
     g_row: Any
     g_head: Any
 
     @classmethod
     def made(cls, *tensors: Tensor, scale: float) -> Operands:
         """From the nine tensors, with what they say of themselves."""
-        q_rope, q_latent, k_rope, latent, lse, delta, dout, spans, units = tensors
+        q_rope, q_latent, k_rope, latent, _, _, dout, _, _ = tensors
         numbers: tuple[float, ...] = (
-            *(scale, spans.shape[1], spans.stride(0), units.stride(0)),
-            *(q_rope.stride(0), q_rope.stride(1), q_latent.stride(0), q_latent.stride(1)),
-            *(k_rope.stride(0), latent.stride(0), lse.stride(0), delta.stride(0)),
-            *(dout.stride(0), dout.stride(1)),
+            *(scale, q_rope.stride(0), q_rope.stride(1), q_latent.stride(0), q_latent.stride(1)),
+            *(k_rope.stride(0), latent.stride(0), dout.stride(0), dout.stride(1)),
         )
         return cls._make((*tensors, *numbers))
 
+    def sizes(self) -> tuple[int, ...]:
+        """What changes with the tokens of a call, in the order of `_SIZES`."""
+        return (
+            *(self.spans.shape[1], self.spans.stride(0), self.units.stride(0)),
+            *(self.lse.stride(0), self.delta.stride(0)),
+        )
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["d_head"])
 def delta_kernel(
     out: tl.tensor,
     dout: tl.tensor,
@@ -131,16 +135,16 @@ def _weights(
 
 @triton.jit
 def _unit_of(
-    of: Operands, unit: tl.tensor, b: tl.tensor
+    of: Operands, unit: tl.tensor, b: tl.tensor, s_row: tl.tensor, u_row: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """The first row, rows and first key of sequence b, its unit's place in it, and NaN unless its rows are its keys."""
-    count = tl.load(of.spans + of.s_row + b)
-    bad = tl.where(tl.load(of.spans + 2 * of.s_row + b) == count, 0.0, float("nan"))
+    count = tl.load(of.spans + s_row + b)
+    bad = tl.where(tl.load(of.spans + 2 * s_row + b) == count, 0.0, float("nan"))
     return (
         tl.load(of.spans + b).to(tl.int64),
         count,
-        tl.load(of.spans + 3 * of.s_row + b).to(tl.int64),
-        tl.load(of.units + of.u_row + unit),
+        tl.load(of.spans + 3 * s_row + b).to(tl.int64),
+        tl.load(of.units + u_row + unit),
         bad,
     )
 
@@ -152,6 +156,8 @@ def _queries_of(
     i: tl.tensor,
     count: tl.tensor,
     h: tl.tensor,
+    l_head: tl.tensor,
+    d_head: tl.tensor,
     TURN: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
@@ -164,8 +170,8 @@ def _queries_of(
     x = tl.load(of.q_rope + at[:, None] * of.qr_row + h * of.qr_head + turn[None, :], mask=some, other=0.0)
     y = tl.load(of.q_latent + at[:, None] * of.ql_row + h * of.ql_head + d[None, :], mask=some, other=0.0)
     g = tl.load(of.dout + at[:, None] * of.g_row + h * of.g_head + d[None, :], mask=some, other=0.0)
-    far = tl.load(of.lse + h * of.l_head + at, mask=real, other=0.0)
-    return x, y, g, far, tl.load(of.delta + h * of.d_head + at, mask=real, other=0.0)
+    far = tl.load(of.lse + h * l_head + at, mask=real, other=0.0)
+    return x, y, g, far, tl.load(of.delta + h * d_head + at, mask=real, other=0.0)
 
 
 @triton.jit
@@ -179,11 +185,16 @@ def _keys_of(
     return turned, tl.load(of.latent + key[:, None] * of.c_row + d[None, :], mask=there, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def query_kernel(
     of: Operands,
     dq_rope: tl.tensor,
     dq_latent: tl.tensor,
+    requests: tl.tensor,
+    s_row: tl.tensor,
+    u_row: tl.tensor,
+    l_head: tl.tensor,
+    d_head: tl.tensor,
     H: tl.constexpr,
     TURN: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -195,13 +206,13 @@ def query_kernel(
     place = tl.num_programs(1) - 1 - tl.program_id(1)  # a sequence's longest rows first
     unit = place // (WHOLE // TILE)
     b = tl.load(of.units + unit)
-    if b < of.requests:
-        begin, count, k0, index, bad = _unit_of(of, unit, b)
+    if b < requests:
+        begin, count, k0, index, bad = _unit_of(of, unit, b, s_row, u_row)
         first = index * WHOLE + place % (WHOLE // TILE) * TILE
         if first < count:
             i = first + tl.arange(0, TILE)
             some = (i < count)[:, None]
-            x, y, g, far, own = _queries_of(of, begin, i, count, h, TURN, WIDTH)
+            x, y, g, far, own = _queries_of(of, begin, i, count, h, l_head, d_head, TURN, WIDTH)
             dx = tl.zeros([TILE, TURN], tl.float32)
             dy = tl.zeros([TILE, WIDTH], tl.float32)
             for j0 in range(0, tl.minimum(first + TILE, count), COLUMNS):
@@ -219,13 +230,18 @@ def query_kernel(
             tl.store(dq_latent + to * WIDTH + d[None, :], (dy + bad).to(tl.bfloat16), mask=some)
 
 
-@triton.jit(do_not_specialize=["low", "high"])
+@triton.jit(do_not_specialize=["low", "high", *_SIZES])
 def key_kernel(
     of: Operands,
     acc: tl.tensor,
     out: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
+    requests: tl.tensor,
+    s_row: tl.tensor,
+    u_row: tl.tensor,
+    l_head: tl.tensor,
+    d_head: tl.tensor,
     H: tl.constexpr,
     TURN: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -236,8 +252,8 @@ def key_kernel(
 ) -> None:
     unit = tl.program_id(0) // (WHOLE // COLUMNS)
     b = tl.load(of.units + unit)
-    if b < of.requests:
-        begin, count, k0, index, bad = _unit_of(of, unit, b)
+    if b < requests:
+        begin, count, k0, index, bad = _unit_of(of, unit, b, s_row, u_row)
         j0 = index * WHOLE + tl.program_id(0) % (WHOLE // COLUMNS) * COLUMNS
         if (j0 < count) & (k0 + j0 < high) & (k0 + j0 + COLUMNS > low):
             turn = tl.arange(0, TURN)
@@ -256,7 +272,7 @@ def key_kernel(
             for h in range(H):
                 for i0 in range(j0 // TILE * TILE, count, TILE):
                     i = i0 + tl.arange(0, TILE)
-                    x, y, g, far, own = _queries_of(of, begin, i, count, h, TURN, WIDTH)
+                    x, y, g, far, own = _queries_of(of, begin, i, count, h, l_head, d_head, TURN, WIDTH)
                     seen = (j[None, :] <= i[:, None]) & (i < count)[:, None]
                     p, ds = _weights(x, y, g, turned, rows, far, own, seen, of.scale)
                     turned_ds = ds.to(tl.bfloat16).T
@@ -301,7 +317,7 @@ def launch_queries(given: Operands, tile: Tile = QUERIES) -> tuple[Tensor, Tenso
         torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (given.q_rope, given.q_latent)
     )
     query_kernel[(H, given.units.shape[1] * (UNIT // tile.rows))](
-        *(given, dq_rope, dq_latent, H, ROPE, LATENT),
+        *(given, dq_rope, dq_latent, *given.sizes(), H, ROPE, LATENT),
         WHOLE=UNIT,
         TILE=tile.rows,
         COLUMNS=tile.keys,
@@ -330,7 +346,7 @@ def launch_keys(
         out = torch.empty(keys.stop - keys.start, HEAD, dtype=dtype, device=given.latent.device)
     out.zero_()
     key_kernel[(given.units.shape[1] * (UNIT // tile.keys),)](
-        *(given, out if acc is None else acc, out, keys.start, keys.stop, H, ROPE, LATENT),
+        *(given, out if acc is None else acc, out, keys.start, keys.stop, *given.sizes(), H, ROPE, LATENT),
         WHOLE=UNIT,
         TILE=tile.rows,
         COLUMNS=tile.keys,

@@ -21,6 +21,7 @@ from isoexec.kernels.attention.hopper.segments import (
     by_library,
     check_rows,
     kept,
+    lines,
     merged,
     nothing,
 )
@@ -212,10 +213,10 @@ def _attention(
     held = 1 if single else tiles.tokens_of(tile, H)
     device = q_latent.device
     if not single:
-        owners = torch.empty(2, T // held + spans.shape[1], dtype=torch.int32, device=device)
+        owners = lines(2, T // held + spans.shape[1], dtype=torch.int32, device=device)
         launch_map(spans[1], owners, unit=held)
     parts = torch.empty(count, T, H, LATENT, dtype=torch.bfloat16, device=device)
-    lse = torch.empty(count, H, T, dtype=torch.float32, device=device)
+    lse = lines(count, H, T, dtype=torch.float32, device=device)
     tiles.launch_tiles(
         *(q_rope, q_latent, k_rope, latent, parts, lse, spans, owners, pages),
         scale=scale,

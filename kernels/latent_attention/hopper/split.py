@@ -29,7 +29,7 @@ def groups_of(heads: int) -> int:
     return next(n for n in range(-(-heads // MOST_GROUP), heads + 1) if heads % n == 0)
 
 
-@triton.jit(do_not_specialize=["B", "tokens", "BLOCKS"])
+@triton.jit(do_not_specialize=["B", "tokens", "t_row", "BLOCKS"])
 def scores_kernel(
     q_rope: tl.tensor,
     q_latent: tl.tensor,

@@ -103,7 +103,7 @@ def _block(
     return high, o_left, o_right, lanes
 
 
-@triton.jit(do_not_specialize=["requests", "kv_segment", "heads"])
+@triton.jit(do_not_specialize=["requests", "kv_segment", "heads", "p_row"])
 def tile_kernel(
     q_rope: tl.tensor,
     q_latent: tl.tensor,

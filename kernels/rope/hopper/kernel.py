@@ -21,7 +21,7 @@ __all__ = ["launch"]
 _MANY = 4096  # tokens from which larger programs are faster
 
 
-@triton.jit(do_not_specialize=["tokens", "length"])
+@triton.jit(do_not_specialize=["tokens", "length", "p_axis"])
 def rope_kernel(
     x: tl.tensor,
     positions: tl.tensor,

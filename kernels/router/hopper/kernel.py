@@ -55,7 +55,7 @@ def _in_order(terms: tl.tensor, place: tl.tensor, K: tl.constexpr, ROWS: tl.cons
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def softmax_kernel(
     logits: tl.tensor,
     weights: tl.tensor,
@@ -96,7 +96,7 @@ def softmax_kernel(
     tl.store(experts + at, ids.to(tl.int64), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def sigmoid_kernel(
     logits: tl.tensor,
     bias: tl.tensor,
@@ -155,7 +155,7 @@ def sigmoid_kernel(
     tl.store(experts + at, ids.to(tl.int64), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def gradient_kernel(
     grad: tl.tensor,
     given: tl.tensor,

