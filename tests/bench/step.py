@@ -13,9 +13,9 @@ step of a side's processes warms up and is not counted, nor are those in which t
 least N sampled tokens, prompts of 16 to 4096, responses to 2048, batches of 1 to 256, rollout against trainer as integers,
 natively and under the contract.
 
-`--faults kernel,stale-weights,kept-cache,claim` breaks a promise a time, as `isoexec demo --fault` does: a kernel is replaced, a
-sync is missed, a prefix cache outlives one, or the trainer's degree is outside the claim (`topology`, live,
-wants `--trainer-tp 2`). Each must be caught by its rule and the job halted, or refused before it samples; anything else is a failure.
+`--faults kernel,stale-weights,kept-cache,claim` breaks a promise a time, as `isoexec demo --fault` does: a kernel is replaced,
+a sync is missed, a prefix cache outlives one, or the trainer's degree is outside the claim (`topology`, live, wants `--trainer-
+tp 2`). Each must be caught by its rule and the job halted, or refused before it samples; anything else is a failure.
 
 Results are written after each turn to step.json and step.md in $OUT (or `--out`). A side that fails is named there with its
 error, and the exit status is 1.
