@@ -86,6 +86,8 @@ _MEGATRON = {
     "gdn_conv_width": "linear_conv_kernel_dim",
 }
 
+_DENSE = ("qwen3-dense", "mimo-dense")
+
 RUNTIMES: Mapping[str, Runtime] = {
     "vllm": Runtime(
         name="vllm",
@@ -100,7 +102,7 @@ RUNTIMES: Mapping[str, Runtime] = {
                 fix="untie the checkpoint's head (a copy of the embedding), or score with Megatron alone",
             ),
         ),
-        families={"sm90": ("qwen3-dense", "mimo-dense")},
+        families={"sm90": _DENSE},
         notes=(
             "vLLM pads the vocabulary to a multiple of 64; the padding is cut off before a logprob is taken",
         ),
@@ -108,8 +110,9 @@ RUNTIMES: Mapping[str, Runtime] = {
     "megatron": Runtime(
         name="megatron",
         role="trainer",
-        builds={"cpu": "megatron-core 0.19.2 and later 0.19"},
+        builds=dict.fromkeys(("cpu", "sm90"), "megatron-core 0.19.2 and later 0.19"),
         names=_MEGATRON,
+        families={"sm90": _DENSE},
         notes=(
             "build the model with the checkpoint's vocab_size: padded columns would enter every logprob's sum",
             "dropout, bias_activation_fusion, bias_dropout_fusion and gradient_accumulation_fusion stay off",

