@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first look at the Megatron binding on one H200: does it run, are the bits equal, what does it cost. About two minutes.
+"""Megatron under a contract on a Hopper GPU, looked at from all sides: does it run, are the bits equal, what does it cost.
 
-    python tests/gpu/megatron_first.py
+    python tests/gpu/trainer.py
 
 Each stage prints its result, and a failure is printed and does not end the run. Models have Qwen3-8B's sizes with a few layers
 and random weights. TP 2 is two processes on the one GPU, whose exchanges go through host memory (`kernels/gates/staged.py`), so
-their time says nothing. Kernels that this machine has not compiled yet take another minute or two, once.
+their time says nothing. It takes a minute, and another where kernels are compiled for the first time.
 
 `--specified` runs the same stages on a CPU at tiny sizes, the kernels being the specifications: it tries this script.
 """
