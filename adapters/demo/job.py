@@ -44,6 +44,7 @@ class Layout:
 
     ``trainer_ep`` is of a model with experts, whose slices take the tensor ranks that are left; 0 says nothing of it.
     ``random_weights`` are drawn by the trainer and given to an engine that begins with others (``load_format="dummy"``).
+    ``fused_attention`` is of a native trainer.
     ``transport`` is how weights travel: by a ``file``, or by ``handles`` of the trainer's memory on this host.
     """
 
@@ -61,6 +62,7 @@ class Layout:
     microbatch: int = 32
     one_in: int = 1
     random_weights: bool = False
+    fused_attention: bool = False
 
     def __str__(self) -> str:
         trainer = f"TP{self.trainer_tp}" + ("+SP" if self.sequence_parallel else "")
@@ -164,6 +166,7 @@ class Job:
                         "microbatch": layout.microbatch,
                         "one_in": layout.one_in,
                         "random_weights": layout.random_weights,
+                        "fused_attention": layout.fused_attention,
                     },
                 )
             )

@@ -57,8 +57,12 @@ class TrainerHost:
         microbatch: int = 32,
         one_in: int = 1,
         random_weights: bool = False,
+        fused_attention: bool = False,
     ) -> None:
-        """``random_weights`` are drawn on the rank's device in place of a checkpoint's: ``model`` needs a config.json only."""
+        """``random_weights`` are drawn on the rank's device in place of a checkpoint's: ``model`` needs a config.json only.
+
+        ``fused_attention`` is of a trainer without a contract.
+        """
         world = tp * pp * cp
         torch.set_num_threads(1)
         self._rank = rank
@@ -90,6 +94,7 @@ class TrainerHost:
             contract=Contract.load(contract) if contract else None,
             sequence_parallel=sequence_parallel,
             load=not random_weights,
+            fused_attention=fused_attention,
         ).to(self._device)
         if random_weights:
             _draw(self._model)

@@ -16,10 +16,13 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
 
 from isoexec.adapters.megatron.adapter import MegatronAdapter
 from isoexec.adapters.megatron.layers import SHARDED
@@ -27,7 +30,14 @@ from isoexec.adapters.megatron.spec import rewrite_spec
 from isoexec.adapters.megatron.weights import WeightError, load_hf
 from isoexec.contracts.schema import Contract
 
-__all__ = ["SequenceParallelRMSNorm", "build", "read_hf_config", "stock_spec", "transformer_config"]
+__all__ = [
+    "FusedCoreAttention",
+    "SequenceParallelRMSNorm",
+    "build",
+    "read_hf_config",
+    "stock_spec",
+    "transformer_config",
+]
 
 
 _FAMILIES = ("qwen3", "qwen3_moe", "mimo", "qwen2")
@@ -41,6 +51,21 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.config = config
         setattr(self.weight, SHARDED, config.sequence_parallel)
+
+
+class FusedCoreAttention(DotProductAttention):
+    """Native core attention by torch's fused kernels, where Megatron's local one writes every score: causal, over whole rows."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **more: Any) -> Tensor:
+        """[s, b, heads/t, D] -> [s, b, heads/t * D]; what else Megatron may pass must be absent."""
+        given = [one for one in (*args, *more.values()) if one is not None and one is not AttnMaskType.causal]
+        if given:
+            raise WeightError(f"fused attention: wanted causal rows and nothing else, found {given[0]!r:.80}")
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True
+        )
+        return out.permute(2, 0, 1, 3).flatten(2)
 
 
 def read_hf_config(folder: Path | str) -> dict[str, Any]:
@@ -153,13 +178,17 @@ def transformer_config(
     )
 
 
-def stock_spec(config: TransformerConfig, groups: ProcessGroupCollection) -> TransformerBlockSubmodules:
+def stock_spec(
+    config: TransformerConfig, groups: ProcessGroupCollection, *, fused_attention: bool = False
+) -> TransformerBlockSubmodules:
     """Megatron's own local spec of this stage's layers, with norms that sequence parallelism can use."""
     layer = get_gpt_layer_local_submodules(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
     norm = SequenceParallelRMSNorm
     heads = layer.self_attention.submodules
+    if fused_attention:
+        heads = dataclasses.replace(heads, core_attention=FusedCoreAttention)
     if config.qk_layernorm:
         heads = dataclasses.replace(heads, q_layernorm=norm, k_layernorm=norm)
     layer = dataclasses.replace(
@@ -183,20 +212,21 @@ def build(
     sequence_parallel: bool = False,
     recompute: bool = False,
     load: bool = True,
+    fused_attention: bool = False,
     **config: Any,
 ) -> GPTModel:
     """Build this rank's GPTModel of a Hugging Face folder, with its weights, native or with ``contract`` installed.
 
     Tensor- and pipeline-parallel degrees are those ``parallel_state`` was initialised with.  ``model.isoexec_adapter`` is the
     installed adapter, or None.  Under a contract an unproven topology, dtype or model raises before anything can be scored.
-    ``load=False`` leaves the weights uninitialised, for a checkpoint that follows.
+    ``load=False`` leaves the weights uninitialised, for a checkpoint that follows.  ``fused_attention`` is of a native model.
     """
     hf = read_hf_config(folder)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     settings = transformer_config(
         hf, dtype=dtype, groups=groups, sequence_parallel=sequence_parallel, recompute=recompute, **config
     )
-    spec = stock_spec(settings, groups)
+    spec = stock_spec(settings, groups, fused_attention=fused_attention and contract is None)
     plan = None
     if contract is not None:
         plan = MegatronAdapter(groups=groups, config=settings).plan(contract)

@@ -151,6 +151,7 @@ class Bench:
                 one_in=args.one_in,
                 transport=args.transport,
                 random_weights=True,
+                fused_attention=not args.unfused,
                 engine={
                     **RAW,
                     "load_format": "dummy",
@@ -454,6 +455,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--bits", type=int, default=0, help="sampled tokens to compare on either side; 0 for none"
+    )
+    parser.add_argument(
+        "--unfused",
+        action="store_true",
+        help="the native trainer's attention is Megatron's local one, and not torch's fused one",
     )
     parser.add_argument("--profile", action="store_true", help="profile a step of each job into OUT/profile")
     parser.add_argument("--faults", type=_names, default=[], help=f"of {', '.join(_FAULTS)}")

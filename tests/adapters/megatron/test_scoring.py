@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from isoexec.adapters.megatron.logprobs import model_inputs, output_processor, score
+from isoexec.adapters.megatron.model import FusedCoreAttention
 from isoexec.contracts.errors import InstallError
 from isoexec.kernels.domain import DomainError
 
@@ -64,6 +65,30 @@ def test_native_megatron_gives_other_bits_for_two_ranks(
     native, split = scores(one, dtype, False)[0][64], scores(layout_of(tp=2), dtype, False)[0][64]
     assert differing(native, split) > native.numel() // 10
     assert float((native - split).abs().max()) < (0.5 if dtype is torch.bfloat16 else 1e-4)
+
+
+def test_a_native_model_with_fused_attention_scores_as_the_local_one_within_rounding(
+    launch: Any, make: Any, one: Any, tokens: torch.Tensor
+) -> None:
+    def work() -> dict[str, torch.Tensor]:
+        rows = tokens[:6]
+        later = rows.clone()
+        later[:, -1] = (later[:, -1] + 1) % 200
+        models = {fused: make(one, torch.float32, None, fused_attention=fused) for fused in (False, True)}
+        found = {str(fused): score(model, rows) for fused, model in models.items()}
+        found["other end"] = score(models[True], later)
+        return found | {"kinds": torch.tensor([_fused(model) for model in models.values()])}
+
+    found = launch(work, one)[0]
+    assert found["kinds"].tolist() == [False, True]
+    assert float((found["True"] - found["False"]).abs().max()) < 1e-4
+    assert differing(found["True"][:, :-1], found["other end"][:, :-1]) == 0  # nobody sees what comes behind
+    assert differing(found["True"][:, -1], found["other end"][:, -1]) > 0
+
+
+def _fused(model: Any) -> bool:
+    layers = model.decoder.layers
+    return all(isinstance(layer.self_attention.core_attention, FusedCoreAttention) for layer in layers)
 
 
 def test_contract_and_native_scores_agree_within_rounding(scores: Any, one: Any) -> None:
