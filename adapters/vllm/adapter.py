@@ -30,6 +30,7 @@ from isoexec.contracts.schema import Contract
 __all__ = ["VllmAdapter", "collect_reports", "engine_args", "report_of"]
 
 _EXTENSION = "isoexec.adapters.vllm.worker.IsoExecExtension"
+_NATIVE_ATTENTION = "FLASH_ATTN"
 _QUANTIZATION = "isoexec"
 _CAPTURE = ("cudagraph_capture_sizes", "cudagraph_mode", "max_cudagraph_capture_size")
 _MODES = ("raw_logprobs", "processed_logprobs")
@@ -102,7 +103,7 @@ def _contracted(user: Mapping[str, Any], plan: Plan, engine: Engine) -> dict[str
         _refuse(name, found in (wanted, None, "auto"), repr(wanted), repr(found), "leave it to engine_args")
     for name, what in (
         ("enable_lora", "LoRA"),
-        ("speculative_config", "speculative decoding"),
+        *(() if engine.drafts else (("speculative_config", "speculative decoding"),)),
         ("kv_cache_dtype", "a cache in another dtype"),
         *(() if engine.compilation is not None else (("compilation_config", "a compilation config"),)),
         *(
@@ -114,6 +115,8 @@ def _contracted(user: Mapping[str, Any], plan: Plan, engine: Engine) -> dict[str
         _refuse(
             name, user.get(name) in (None, False, "auto"), f"no {what}", repr(user.get(name)), "leave it out"
         )
+    if user.get("speculative_config") is not None and engine.drafts:
+        ours["speculative_config"] = _drafted(user["speculative_config"], engine.drafts)
     if engine.compilation is not None:
         ours["compilation_config"] = _compiled(user.get("compilation_config"), engine.compilation)
     theirs = user.get("worker_extension_cls")
@@ -136,6 +139,29 @@ def _contracted(user: Mapping[str, Any], plan: Plan, engine: Engine) -> dict[str
         "logprobs_mode": mode,
         "additional_config": more,
     }
+
+
+def _drafted(theirs: Any, methods: tuple[str, ...]) -> dict[str, Any]:
+    """A user's speculative config whose drafts the engine computes with its own attention: they decide which tokens are asked
+    about, and no bit of what is answered.
+    """
+    given = theirs if isinstance(theirs, Mapping) else {}
+    _refuse(
+        "speculative_config",
+        given.get("method") in methods,
+        f"a dictionary whose method is {' or '.join(methods)}",
+        repr(theirs),
+        "name the method, or leave speculative decoding out",
+    )
+    for name, own in (("attention_backend", _NATIVE_ATTENTION), ("quantization", None)):
+        _refuse(
+            "speculative_config",
+            given.get(name, own) == own,
+            f"{name} {own}: drafts are the engine's own",
+            repr(given.get(name)),
+            "leave it to engine_args",
+        )
+    return {**given, "attention_backend": _NATIVE_ATTENTION}
 
 
 def _compiled(theirs: Any, ours: Mapping[str, Any]) -> dict[str, Any]:

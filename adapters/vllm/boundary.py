@@ -10,6 +10,7 @@ from torch import nn
 
 from isoexec.adapters.base import Plan
 from isoexec.adapters.vllm import state
+from isoexec.adapters.vllm.engines import require_engine
 from isoexec.adapters.vllm.hooks import mimo, refuse_unless
 from isoexec.adapters.vllm.install import plan_engine
 from isoexec.adapters.vllm.topology import claimable_environment, live_topology
@@ -80,13 +81,32 @@ def model_facts(text: Any, architectures: Iterable[str]) -> dict[str, Value]:
     return text_facts(text.to_dict(), tuple(architectures))
 
 
+def _refuse_drafts(config: Any) -> None:
+    """Refuse drafts that the engine's contract does not know, or that would be computed as its own model is."""
+    if config is None:
+        return
+    known = require_engine()[0].drafts
+    refuse_unless(
+        config.method in known,
+        "engine",
+        f"drafts by {' or '.join(known)}" if known else "no speculative decoding",
+        f"speculative decoding by {config.method}",
+    )
+    backend = getattr(config.attention_backend, "name", config.attention_backend)
+    refuse_unless(
+        backend not in (None, "CUSTOM"),
+        "attention",
+        "drafts with the engine's own attention",
+        f"attention backend {backend} of the draft model",
+        "start the engine with engine_args",
+    )
+
+
 def _refuse_outside_domain(config: Any, contract: Any) -> None:
     """Refuse in words every setting of the engine for which the contract holds no function."""
     model, text = config.model_config, config.model_config.hf_text_config
     refuse_unless(config.lora_config is None, "engine", "no LoRA", "LoRA adapters enabled")
-    refuse_unless(
-        config.speculative_config is None, "engine", "no speculative decoding", "a speculative config"
-    )
+    _refuse_drafts(config.speculative_config)
     cache = config.cache_config.cache_dtype
     refuse_unless(
         cache == "auto" or cache == str(model.dtype).removeprefix("torch."),

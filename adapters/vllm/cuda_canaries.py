@@ -16,7 +16,11 @@ from isoexec.adapters.vllm.cuda_attention import PAGES, IsoExecMetadataBuilder
 __all__ = ["attention", "logprobs"]
 
 LOGPROBS = "vllm.v1.worker.gpu.sample.logprob"
-CALLERS = ("vllm.v1.worker.gpu.sample.sampler", "vllm.v1.worker.gpu.sample.prompt_logprob")
+CALLERS = (
+    "vllm.v1.worker.gpu.sample.sampler",
+    "vllm.v1.worker.gpu.sample.prompt_logprob",
+    "vllm.v1.worker.gpu.spec_decode.rejection_sampler",
+)
 
 
 def attention(layer: Any, kv_segment: int) -> tuple[dict[str, int], Callable[..., Tensor]]:

@@ -170,7 +170,9 @@ class IsoExecCUDAWorker(Worker, IsoExecExtension):
             ),
         ):
             hidden = model(input_ids=ids, positions=positions, inputs_embeds=None, intermediate_tensors=None)
-        return [*seen, hidden.contiguous()]
+        # beside the last layer's, those of others that a model which drafts asks for
+        last, *others = hidden if isinstance(hidden, tuple) else (hidden,)
+        return [*seen, *(one.contiguous() for one in (others[0] if others else ())), last.contiguous()]
 
 
 @contextmanager

@@ -23,11 +23,12 @@ __all__ = ["ENGINES", "Engine", "found_engine", "installed_version", "require_en
 class Engine:
     """One supported build: versions ``lowest`` up to but without ``below``.
 
-    ``module`` installs its hooks (``install``, ``remove``, ``registered``), ``worker`` is the qualified worker class.  Where the
-    engine may compile under a contract, ``compilation`` is the config that goes with it, else it is None and the engine is eager.
-    ``attention_backend`` is asked for by name where that is how the contract's is chosen.  ``switches`` are those that the worker
-    itself claims before it computes: whoever starts it need not have them.  ``census`` is the file beside this module that allows
-    what the engine computes outside every region.
+    ``module`` installs its hooks (``install``, ``remove``, ``registered``), ``worker`` is the qualified worker class. Where the
+    engine may compile under a contract, ``compilation`` is the config that goes with it, else it is None and the engine is
+    eager. ``attention_backend`` is asked for by name where that is how the contract's is chosen. ``drafts`` are methods of
+    speculative decoding that may guess tokens beside the contract's model, with the engine's own arithmetic. ``switches`` are
+    those that the worker itself claims before it computes: whoever starts it need not have them. ``census`` is the file beside
+    this module that allows what the engine computes outside every region.
     """
 
     distribution: str
@@ -38,6 +39,7 @@ class Engine:
     worker: str
     compilation: Mapping[str, Any] | None = None
     attention_backend: str | None = None
+    drafts: tuple[str, ...] = ()
     switches: Mapping[str, Any] = field(default_factory=dict)
     census: str = "census.yaml"
 
@@ -70,6 +72,7 @@ ENGINES: tuple[Engine, ...] = (
         worker="isoexec.adapters.vllm.cuda_worker.IsoExecCUDAWorker",
         compilation={"custom_ops": ["all"], "pass_config": dict.fromkeys(_FUSIONS, False)},
         attention_backend="CUSTOM",
+        drafts=("eagle", "eagle3"),
         switches={
             "cuda.blas": "Cublaslt",
             "cuda.matmul.bf16_reduced_precision": False,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A contracted vLLM engine on a Hopper GPU, looked at from all sides: a random Qwen3 of real widths, compiled, in CUDA graphs.
 
-`python tests/gpu/engine.py [--seconds 300] [--layers 3] [--eager] [--tied]` writes the checkpoint to a temporary folder,
-starts the engine as a user would, and prints what each stage found, one JSON line each; a stage that fails says so, and those
-that can go on do.  The exit status is the number of stages that failed.  `$OUT/engine.json` keeps them where OUT is set.  Nothing
-is fetched.  It takes two minutes, of which the engine's start is one and a half.
+`python tests/gpu/engine.py [--seconds 300] [--layers 3] [--eager] [--tied] [--drafts 3]` writes the checkpoint to a temporary
+folder, starts the engine as a user would, and prints what each stage found, one JSON line each; a stage that fails says so, and
+those that can go on do. The exit status is the number of stages that failed. `$OUT/engine.json` keeps them where OUT is set.
+Nothing is fetched. It takes two minutes, of which the engine's start is one and a half.
 
 Stages:
 
@@ -135,8 +135,52 @@ def make(folder: Path, layers: int, tied: bool, seed: int) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) // 2
 
 
-def start(contract: str, folder: Path, eager: bool) -> Any:
-    """The engine, with its defaults but for lengths that chunk these prompts."""
+def draft(folder: Path) -> Path:
+    """Write an EAGLE head of one random layer for the checkpoint's width; its folder."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(exist_ok=True)
+    queries, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": MOST,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = {
+        "fc": (HIDDEN, 2 * HIDDEN),
+        "layers.0.self_attn.q_proj": (queries, HIDDEN),
+        "layers.0.self_attn.k_proj": (keys, HIDDEN),
+        "layers.0.self_attn.v_proj": (keys, HIDDEN),
+        "layers.0.self_attn.o_proj": (HIDDEN, queries),
+        "layers.0.mlp.gate_proj": (FFN, HIDDEN),
+        "layers.0.mlp.up_proj": (FFN, HIDDEN),
+        "layers.0.mlp.down_proj": (HIDDEN, FFN),
+        "layers.0.post_attention_layernorm": (HIDDEN,),
+    }
+    random = torch.Generator().manual_seed(11)
+    weights = {
+        f"{name}.weight": (torch.randn(shape, generator=random) * shape[-1] ** -0.5).bfloat16()
+        for name, shape in shapes.items()
+    }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def start(contract: str, folder: Path, eager: bool, drafts: int) -> Any:
+    """The engine, with its defaults but for lengths that chunk these prompts.
+
+    With ``drafts`` a head guesses so many tokens, of which half are taken whatever they are: a random one guesses none right.
+    """
     from vllm import LLM
 
     from isoexec.adapters.vllm.adapter import engine_args
@@ -153,6 +197,14 @@ def start(contract: str, folder: Path, eager: bool) -> Any:
     }
     if eager:
         args["enforce_eager"] = True
+    if drafts:
+        args["speculative_config"] = {
+            "method": "eagle",
+            "model": str(draft(folder.with_name("draft"))),
+            "num_speculative_tokens": drafts,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_length": 1 + drafts / 2,
+        }
     return LLM(**engine_args(contract, **args))
 
 
@@ -243,6 +295,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--contract", help="a contract of one's own, and not `qwen3-dense-sm90` as shipped")
     parser.add_argument("--eager", action="store_true", help="neither compiled nor captured")
+    parser.add_argument("--drafts", type=int, default=0, help="tokens that an EAGLE head guesses at a time")
     parser.add_argument("--tied", action="store_true", help="the output head is the embedding")
     asked = parser.parse_args()
     run = Run(asked.seconds)
@@ -267,7 +320,7 @@ def stages(run: Run, contract: str, place: Path, asked: argparse.Namespace) -> N
         return
 
     def engine() -> str:
-        held["llm"] = start(contract, first, asked.eager)
+        held["llm"] = start(contract, first, asked.eager, asked.drafts)
         return str(held["llm"].llm_engine.vllm_config.compilation_config.cudagraph_mode)
 
     if not run.stage("engine", engine):

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,7 +114,9 @@ def test_arguments_keep_graphs_and_the_compiler_and_fail_closed(on_a_gpu: None) 
         ({"compilation_config": 3}, "compilation_config"),
         ({"attention_backend": "FLASH_ATTN"}, "attention_backend"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
-        ({"speculative_config": {"method": "eagle"}}, "speculative_config"),
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
+        ({"speculative_config": {"method": "eagle", "attention_backend": "CUSTOM"}}, "speculative_config"),
+        ({"speculative_config": {"method": "eagle", "quantization": "isoexec"}}, "speculative_config"),
         ({"logprobs_mode": "raw_logits"}, "logprobs"),
     ],
 )
@@ -123,6 +126,36 @@ def test_an_argument_that_contradicts_the_contract_is_refused(
     with pytest.raises(InstallError) as refused:
         args(**user)
     assert refused.value.region == region
+
+
+def test_drafts_are_the_engines_own(on_a_gpu: None) -> None:
+    given = args(speculative_config={"method": "eagle", "model": "draft", "num_speculative_tokens": 3})
+    assert given["speculative_config"] == {
+        "method": "eagle",
+        "model": "draft",
+        "num_speculative_tokens": 3,
+        "attention_backend": "FLASH_ATTN",
+    }
+    assert "speculative_config" not in args()
+
+
+@pytest.mark.parametrize(
+    ("method", "backend", "words"),
+    [
+        ("ngram", "FLASH_ATTN", "speculative decoding by ngram"),
+        ("eagle", None, "attention backend None of the draft model"),
+        ("eagle", "CUSTOM", "attention backend CUSTOM of the draft model"),
+    ],
+)
+def test_a_worker_refuses_drafts_that_engine_args_would_not_have_let_through(
+    on_a_gpu: None, method: str, backend: str | None, words: str
+) -> None:
+    from isoexec.adapters.vllm.boundary import _refuse_drafts
+
+    _refuse_drafts(None)
+    _refuse_drafts(SimpleNamespace(method="eagle3", attention_backend="FLASH_ATTN"))
+    with pytest.raises(InstallError, match=words):
+        _refuse_drafts(SimpleNamespace(method=method, attention_backend=backend))
 
 
 def test_a_switch_the_worker_does_not_claim_is_still_judged(
