@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ __all__ = ["Change", "Snapshot", "told"]
 
 _PACKAGES = ("isoexec.kernels", "isoexec.adapters")
 _SCALARS = (bool, int, float, str, torch.dtype, torch.device)
+_WRAPPED = (classmethod, staticmethod, property)
+_KINDS = (nn.Module, type)
 _HELD = ("isoexec.", "vllm.model_executor.", "vllm.v1.attention.")
 """Objects of these packages that a module holds are looked into: what it hands its arithmetic to."""
 _HOOKS = tuple(f"_{when}hooks" for when in ("forward_", "forward_pre_", "backward_", "backward_pre_"))
@@ -65,8 +67,7 @@ def told(changes: Sequence[Change]) -> str | None:
     return "since the installation: " + "; ".join([*lines, *([f"and {more} more"] if more else [])])
 
 
-@dataclass(frozen=True)
-class _Function:
+class _Function(NamedTuple):
     """A function by the object, the code and the defaults: each can be exchanged alone."""
 
     value: Any
@@ -77,7 +78,7 @@ class _Function:
     @classmethod
     def of(cls, value: Any) -> _Function:
         inner = value
-        while isinstance(inner, classmethod | staticmethod | property):
+        while isinstance(inner, _WRAPPED):
             inner = inner.fget if isinstance(inner, property) else inner.__func__
         if isinstance(inner, OpOverload):
             return cls(value, inner._op, None, None)
@@ -113,8 +114,7 @@ def _functions(owner: Any) -> dict[str, _Function]:
     return {
         name: _Function.of(value)
         for name, value in vars(owner).items()
-        if isinstance(value, classmethod | staticmethod | property)
-        or (callable(value) and not isinstance(value, type))
+        if isinstance(value, _WRAPPED) or (callable(value) and not isinstance(value, type))
     }
 
 
@@ -138,8 +138,7 @@ def _parts(root: nn.Module, prefix: str) -> Iterator[tuple[str, str, Any]]:
                 yield at, name, value
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """One object of the model."""
 
     kind: type
@@ -150,16 +149,26 @@ class _Part:
     @classmethod
     def of(cls, part: Any, *, scalars: bool = True) -> _Part:
         own = vars(part)
-        plain = own.items() if scalars else ()
-        return cls(
-            type(part),
-            {
-                n: _Function.of(v)
-                for n, v in own.items()
-                if callable(v) and not isinstance(v, nn.Module | type)
-            },
-            {n: found for n in _HOOKS if (found := tuple(h for h in own.get(n, {}).values() if _foreign(h)))},
-            {n: v for n, v in plain if isinstance(v, _SCALARS) and n not in _MOVING},
+        functions: dict[str, _Function] = {}
+        plain: dict[str, Any] = {}
+        for name, value in own.items():
+            if callable(value) and not isinstance(value, _KINDS):
+                functions[name] = _Function.of(value)
+            if scalars and isinstance(value, _SCALARS) and name not in _MOVING:
+                plain[name] = value
+        hooks = {n: own[n].values() for n in _HOOKS if own.get(n)}
+        foreign = {n: of for n, every in hooks.items() if (of := tuple(h for h in every if _foreign(h)))}
+        return cls(type(part), functions, foreign, plain)
+
+    def same(self, now: _Part) -> bool:
+        """Whether nothing can have changed; False says nothing."""
+        return (
+            self.kind is now.kind
+            and not (self.hooks or now.hooks)
+            and self.own.keys() == now.own.keys()
+            and self.scalars.keys() == now.scalars.keys()
+            and all(now.scalars[name] is value for name, value in self.scalars.items())
+            and all(function.same(now.own[name]) for name, function in self.own.items())
         )
 
     def changes(self, now: _Part, path: str, name: str) -> Iterator[Change]:
@@ -232,7 +241,7 @@ class Snapshot:
                 found.append(
                     Change(path=key[0], name=key[1], text="was added" if before is None else "is gone")
                 )
-            else:
+            elif not before.same(after):
                 found += before.changes(after, *key)
         for b in self._bindings:
             for name, value in _facts(b).items():
@@ -246,11 +255,10 @@ class Snapshot:
                 for a, b in zip(tensors(), wanted, strict=True)
             ):
                 found.append(Change(path=name, name="", text="is not the table of the specification"))
-        registered = _registrations()
         found += [
             Change(path="", name=name, text="was registered anew")
             for name, text in self._operators.items()
-            if registered.get(name) != text
+            if _registration(name) != text
         ]
         found += [
             Change(
@@ -334,13 +342,16 @@ def _facts(binding: Binding) -> dict[str, Any]:
 
 
 def _registrations() -> dict[str, str]:
-    """Operator of ours -> who registered its kernels, as torch's dispatcher tells it."""
+    """Operator of ours -> who registered its kernels."""
     c: Any = torch._C
-    return {
-        name: c._dispatch_dump(name)
-        for name in c._dispatch_get_all_op_names()
-        if name.startswith("isoexec::")
-    }
+    names = c._dispatch_get_all_op_names()
+    return {name: _registration(name) for name in names if name.startswith("isoexec::")}
+
+
+def _registration(name: str) -> str:
+    """Who registered an operator's kernels, as torch's dispatcher tells it; nothing of one that is gone."""
+    c: Any = torch._C
+    return str(c._dispatch_dump(name))
 
 
 def _process() -> dict[str, tuple[Any, ...]]:
