@@ -24,7 +24,7 @@ import yaml
 
 from isoexec.contracts.errors import ContractError
 
-__all__ = ["MAX_BYTES", "MAX_DEPTH", "Document", "Keys", "Place", "Span", "parse", "read"]
+__all__ = ["MAX_BYTES", "MAX_DEPTH", "Document", "Keys", "Place", "Span", "parse", "read", "read_bytes"]
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64
@@ -98,14 +98,18 @@ class Document:
 
 def read(path: str | Path) -> Document:
     """Read a file; raises ContractError when it cannot be read or is not in the subset."""
+    return parse(read_bytes(path), path=str(path))
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """A file's bytes, one more than `parse` takes at most; raises ContractError when it cannot be read."""
     try:
         with Path(path).open("rb") as handle:
-            data = handle.read(MAX_BYTES + 1)
+            return handle.read(MAX_BYTES + 1)
     except OSError as error:
         raise ContractError(
             f"cannot be read: {error.strerror}", path=str(path), fix="give the path of a contract file"
         ) from error
-    return parse(data, path=str(path))
 
 
 def parse(data: bytes | str, *, path: str = "") -> Document:

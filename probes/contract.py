@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
-from isoexec.contracts.diff import counted, disagreements
+from isoexec.contracts.diff import Difference, counted, disagreements
 from isoexec.contracts.errors import ContractError, HandshakeError
 from isoexec.contracts.identities import identities_of
+from isoexec.contracts.loading import parse, read_bytes
 from isoexec.contracts.schema import Contract
 from isoexec.probes.client import ProbeSettings
 
@@ -46,7 +49,7 @@ class ContractNow:
     @property
     def agrees(self) -> bool:
         """Whether the contract in force is known, and is the one said at hello."""
-        return self.error is None and not disagreements(self.found, self.said)
+        return self.error is None and not self._differences
 
     @property
     def changed(self) -> Mapping[str, Any] | None:
@@ -57,10 +60,20 @@ class ContractNow:
         """Raise ContractError where the file cannot be read, HandshakeError with every field that differs from hello's."""
         if self.error is not None:
             raise self.error
-        found = disagreements(self.found, self.said)
+        found = self._differences
         if found:
             lines = [one.line(self.side, "the hello") for one in found]
             raise HandshakeError(lines, f"{self.what}: {counted(found)}")
+
+    @cached_property
+    def _differences(self) -> list[Difference]:
+        return disagreements(self.found, self.said)
+
+
+@lru_cache(maxsize=2)
+def _parsed(data: bytes, path: Path) -> Mapping[str, Any]:
+    # the file is read at every attestation, and parsed where it is not what it was
+    return Contract.from_document(parse(data, path=str(path))).to_dict()
 
 
 def contract_now(
@@ -84,7 +97,7 @@ def contract_now(
     if said is None or path is None:
         return ContractNow(what=what, side=who, said=said, found=said)
     try:
-        today = Contract.load(path).to_dict()
+        today = _parsed(read_bytes(path), path)
     except ContractError as error:
         return ContractNow(what=what, side="the file", said=said, found=None, error=error)
     return ContractNow(what=what, side="the file", said=said, found=today)

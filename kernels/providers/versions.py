@@ -32,8 +32,10 @@ def triton_version() -> str:
 
 def loaded_library(name: str) -> ctypes.CDLL:
     """A shared library that this process has loaded; raises `EvidenceError` where there is none, or two of a name."""
-    pattern = re.compile(rf"(/\S*/{re.escape(name)}\.so[.\d]*)$", re.MULTILINE)
-    found = sorted(set(pattern.findall(_MAPS.read_text()))) if _MAPS.is_file() else []
+    pattern = re.compile(rf"/\S*/{re.escape(name)}\.so[.\d]*$")
+    # a process on a GPU has thousands of maps, and few of a library
+    lines = _MAPS.read_text().splitlines() if _MAPS.is_file() else []
+    found = sorted({at[0] for line in lines if f"/{name}.so" in line and (at := pattern.search(line))})
     if len(found) == 1:
         return ctypes.CDLL(found[0])
     for major in (13, 12) if not found else ():  # a system whose map names no files
