@@ -185,7 +185,7 @@ class Report:
     """The live state of one process of a runtime.
 
     ``problem`` is one of the process as a whole, such as a moved layout; ``changed``, what of its code, switches and variables is
-    not as it was when the plan was installed, or not as the contract claims.
+    not as it was when the plan was installed, or not as the contract claims.  ``environment`` is the one that was looked at.
     """
 
     role: str
@@ -195,6 +195,7 @@ class Report:
     regions: tuple[RegionReport, ...]
     problem: str | None = None
     changed: str | None = None
+    environment: Mapping[str, Any] | None = None
 
     def problems(self) -> tuple[str, ...]:
         """One line per region that is not what the contract says; regions only observed or off are not judged."""

@@ -316,20 +316,22 @@ class MegatronAdapter:
         if moved is None and topology != plan.topology:
             moved = f"the topology is {topology}, planned for {dict(plan.topology)}"
         changes = self._snapshot.changes() if self._snapshot is not None else []
+        bound = verifying.bound_objects(self.model)
         regions = []
         for binding in plan.bindings:
             if binding.region not in REGIONS and self.optimizer is None:
                 continue
             report = verifying.region_report(
-                self.model, binding, self.optimizer, self._failed.get(binding.region)
+                self.model, bound, binding, self.optimizer, self._failed.get(binding.region)
             )
-            mine = verifying.changes_of(self.model, binding.region, changes)
+            mine = verifying.changes_of(bound, binding.region, changes)
             if binding.enforcement.installs and mine:
                 changes = [c for c in changes if c not in mine]
                 if report.problem is None:
                     report = replace(report, problem=told(mine))
             regions.append(report)
-        refused = plan.contract.claims.environment.refusals(environment())
+        found = environment()
+        refused = plan.contract.claims.environment.refusals(found)
         return [
             Report(
                 role=self.role,
@@ -339,6 +341,7 @@ class MegatronAdapter:
                 regions=tuple(regions),
                 problem=moved,
                 changed="; ".join(filter(None, (told(changes), *refused))) or None,
+                environment=found,
             )
         ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from isoexec.kernels import registry
 from isoexec.kernels.canaries import chosen
 from isoexec.kernels.rope import naive as rope_naive
 
-__all__ = ["bound_objects", "changes_of", "device_of", "name_of", "region_report", "remember"]
+__all__ = ["Bound", "bound_objects", "changes_of", "device_of", "name_of", "region_report", "remember"]
 
 
 def name_of(obj: Any) -> str:
@@ -38,14 +38,22 @@ def device_of(model: Any) -> torch.device:
     return device
 
 
-def bound_objects(model: Any, region: str) -> Iterator[tuple[str, Any, type]]:
-    """(path, object, class wanted) of everything that serves a region on this pipeline stage."""
+Bound = Mapping[str, Sequence[tuple[str, Any, type]]]
+"""Region -> (path, object, class wanted) of everything that serves it on this pipeline stage."""
+
+
+def bound_objects(model: Any) -> Bound:
+    """What is in the model's slots now; one look for all regions."""
+    found: dict[str, list[tuple[str, Any, type]]] = {}
     for slot in slots(model):
-        if region in slot.regions:
-            yield slot.path, slot.module, slot.wanted
+        here = slot.path, slot.module, slot.wanted
+        for region in slot.regions:
+            found.setdefault(region, []).append(here)
     wanted = kinds_in(model).logprobs
-    if region == "logprobs" and wanted is not None and model.post_process:
-        yield "token_logprobs", getattr(model, "token_logprobs", None), wanted
+    if wanted is not None and model.post_process:
+        here = "token_logprobs", getattr(model, "token_logprobs", None), wanted
+        found.setdefault("logprobs", []).append(here)
+    return found
 
 
 _SHARED: dict[str, tuple[str, ...]] = {
@@ -67,9 +75,9 @@ def remember(model: Any, plan: Plan) -> Snapshot:
     return Snapshot({"": model}, plan.bindings, tables=tables)
 
 
-def changes_of(model: Any, region: str, changes: Sequence[Change]) -> list[Change]:
+def changes_of(bound: Bound, region: str, changes: Sequence[Change]) -> list[Change]:
     """Those of a snapshot's changes that are a region's: in its own modules, its binding or its table."""
-    objects = list(bound_objects(model, region))
+    objects = bound.get(region, ())
     paths = {path for path, _, _ in objects}
     inside = tuple(f"{path}." for path, _, wanted in objects if wanted is ContractExperts)
     others = tuple(name for other, names in _SHARED.items() if other != region for name in names)
@@ -88,14 +96,22 @@ def changes_of(model: Any, region: str, changes: Sequence[Change]) -> list[Chang
     return [c for c in changes if c.path == region or owns(c)]
 
 
-def _problem(path: str, obj: Any, wanted: type, binding: Binding, kinds: Kinds) -> str | None:
+def _replaced(wanted: type, kinds: Kinds) -> frozenset[str]:
+    """Methods of a contract's class that are not what they were when it was imported."""
+    methods = kinds.methods[wanted].items()
+    return frozenset(name for name, method in methods if inspect.getattr_static(wanted, name) is not method)
+
+
+def _problem(
+    path: str, obj: Any, wanted: type, binding: Binding, kinds: Kinds, replaced: frozenset[str]
+) -> str | None:
     cls: type = type(obj)
     if cls is not wanted:
         return f"{path} is {name_of(obj)}, not {wanted.__name__}"
-    for name, method in kinds.methods[wanted].items():
+    for name in kinds.methods[wanted]:
         if name in vars(obj):
             return f"{path}.{name} was set on the object"
-        if inspect.getattr_static(wanted, name) is not method:
+        if name in replaced:
             return f"{wanted.__name__}.{name} was replaced"
     where = "bias_binding" if binding.region == "qkv_bias" else "binding"
     held = getattr(obj, getattr(wanted, "also", {}).get(binding.region, where))
@@ -106,7 +122,7 @@ def _problem(path: str, obj: Any, wanted: type, binding: Binding, kinds: Kinds) 
     return None
 
 
-def _model_problem(model: Any, region: str) -> str | None:
+def _model_problem(model: Any, region: str, bound: Bound) -> str | None:
     """What a region needs besides its modules."""
     kinds = kinds_in(model)
     if (found := kinds.problem(region, device_of(model))) is not None:
@@ -128,32 +144,38 @@ def _model_problem(model: Any, region: str) -> str | None:
             if base != float(model.rotary_base):
                 return f"rotary base {base}, the model's is {model.rotary_base}"
     if region == "dispatch":
-        for path, layer, _ in bound_objects(model, region):
+        for path, layer, _ in bound.get(region, ()):
             if layer.exchange_group is not model.pg_collection.tp_ep:
                 return f"{path} exchanges rows in another group than the model's"
             if (problem := layer.unfit()) is not None:
                 return f"{path} has {problem}"
     if region == "expert_linear":
-        for path, experts, _ in bound_objects(model, region):
+        for path, experts, _ in bound.get(region, ()):
             weights = experts.named_weights()
             if len(weights) != len(experts.bound_weights):
                 return f"{path} has {len(weights)} weights, {len(experts.bound_weights)} were bound"
-            for (name, weight), bound in zip(weights, experts.bound_weights, strict=True):
-                if weight is not bound:
+            for (name, weight), kept in zip(weights, experts.bound_weights, strict=True):
+                if weight is not kept:
                     return f"{path}.{name} is another parameter than was bound"
     return None
 
 
-def region_report(model: Any, binding: Binding, optimizer: Any, problem: str | None) -> RegionReport:
+def region_report(
+    model: Any, bound: Bound, binding: Binding, optimizer: Any, problem: str | None
+) -> RegionReport:
     """The state of one region; ``problem`` is one already known.  A region only observed is described, not judged."""
     if binding.region == "grad_norm":
         return _grad_norm_report(model, binding, optimizer, problem)
-    objects = list(bound_objects(model, binding.region))
+    objects = bound.get(binding.region, ())
     installs = binding.enforcement.installs
     if installs and problem is None:
         kinds = kinds_in(model)
-        wrong = (_problem(path, obj, wanted, binding, kinds) for path, obj, wanted in objects)
-        problem = next((p for p in wrong if p is not None), None) or _model_problem(model, binding.region)
+        replaced = {wanted: _replaced(wanted, kinds) for wanted in {wanted for _, _, wanted in objects}}
+        wrong = (
+            _problem(path, obj, wanted, binding, kinds, replaced[wanted]) for path, obj, wanted in objects
+        )
+        problem = next((p for p in wrong if p is not None), None)
+        problem = problem or _model_problem(model, binding.region, bound)
     if objects:
         subject = objects[0][1]
         text = f"{name_of(subject)} x{len(objects)}"

@@ -156,6 +156,7 @@ class Watch:
             weight_version=weight_version,
             topology=topology,
             regions={r.region: r.to_dict() for r in report.regions} if report is not None else {},
+            environment_found=report.environment if report is not None else None,
             problem=report.changed if report is not None else None,
         )
         self._period.done()
