@@ -7,9 +7,11 @@ Inputs come from integer arithmetic, not from a random generator, so they are th
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from isoexec.contracts.digests import digest_bytes
 from isoexec.kernels.attention import naive as attention
@@ -39,15 +41,15 @@ from isoexec.kernels.silu_mul import naive as silu_mul
 from isoexec.kernels.silu_mul.hopper import naive as hopper_silu_mul
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import Tensor
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = [
+    "Answer",
     "Asked",
     "canary",
     "canary_digest",
     "chosen",
+    "differ",
     "expected_digest",
     "fill",
     "output_digest",
@@ -150,21 +152,27 @@ def canary(
     if unknown:
         raise DomainError("canary", f"sizes {sorted(unknown)} for {function_id}", f"the sizes {sorted(own)}")
     n = {**own, **(sizes or {})}
-    made = _made(function_id, tuple(sorted(n.items())), dtype)
-    return {name: _copied(value, device) for name, value in made.items()}
+    made = _made(function_id, tuple(sorted(n.items())), dtype, device)
+    return {name: _copied(value) for name, value in made.items()}
 
 
-@lru_cache(maxsize=32)
-def _made(function_id: str, sizes: tuple[tuple[str, int], ...], dtype: torch.dtype) -> Inputs:
+@lru_cache(maxsize=64)
+def _made(function_id: str, sizes: tuple[tuple[str, int], ...], dtype: torch.dtype, device: str) -> Inputs:
     # a look at every layer of a model asks for the same numbers hundreds of times, and millions of them take a while
-    return _inputs(function_id, dict(sizes), dtype)
+    made = _inputs(function_id, dict(sizes), dtype)
+    return {name: _there(value, device) for name, value in made.items()}
 
 
-def _copied(value: Any, device: str) -> Any:
+def _there(value: Any, device: str) -> Any:
+    # a list's tensors stay on the host: its function takes them from there
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _copied(value: Any) -> Any:
     """A copy of its own of a tensor or of a list of them; anything else as it is."""
     if isinstance(value, list):
         return [one.clone() for one in value]
-    return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _inputs(function_id: str, n: Mapping[str, int], dtype: torch.dtype) -> Inputs:
@@ -393,8 +401,20 @@ def output_digest(out: Tensor) -> str:
     return digest_bytes(out.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
+class Answer(NamedTuple):
+    """What an object gave to a canary: ``out``, and one-element bools on its device of which any that is set voids it."""
+
+    out: Tensor
+    void: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def where_equal(cls, out: Tensor, *pairs: tuple[Tensor, Tensor]) -> Answer:
+        """``out``, void unless both tensors of each pair have the same bits; the host waits for nothing."""
+        return cls(out, tuple(differ(one, other) for one, other in pairs))
+
+
 class Asked:
-    """A function's canary, put to several objects: its inputs are made once, and equal answers are digested once."""
+    """A function's canary, put to several objects: its inputs are made once, and their answers are awaited together."""
 
     def __init__(
         self,
@@ -407,28 +427,57 @@ class Asked:
         self._function, self._constants = function_id, constants
         self._dtype, self._device = dtype, device
         self._inputs: dict[tuple[tuple[str, int], ...], Inputs] = {}
-        self._last: tuple[Tensor, str] | None = None
 
     @torch.no_grad()
-    def digest(self, call: Callable[..., Tensor], sizes: Mapping[str, int] | None = None) -> str:
-        """Run `call` on the canary input (by argument name) and digest its output."""
+    def ask(self, call: Callable[..., Tensor | Answer], sizes: Mapping[str, int] | None = None) -> Answer:
+        """Run `call` on the canary input (by argument name); its answer, in memory of its own, is not waited for."""
         key = tuple(sorted((sizes or {}).items()))
         if key not in self._inputs:
             self._inputs[key] = canary(
                 self._function, self._constants, dtype=self._dtype, sizes=sizes, device=self._device
             )
-        out = call(**{name: _copied(value, self._device) for name, value in self._inputs[key].items()})
-        if self._last is None or not _same(out, self._last[0]):
-            self._last = out.clone(), output_digest(out)
-        return self._last[1]
+        given = call(**{name: _copied(value) for name, value in self._inputs[key].items()})
+        answer = given if isinstance(given, Answer) else Answer(given)
+        if not isinstance(answer.out, torch.Tensor):
+            raise TypeError(f"it gives {type(answer.out).__qualname__}, not a tensor")
+        return answer._replace(out=answer.out.detach().clone())
+
+    def digests(self, answers: Sequence[Answer]) -> list[str]:
+        """Digest of each answer's output, that of a zero where it is void.
+
+        The host waits for all of them once, and for each output that is not the one before it.
+        """
+        flags = [differ(one.out, other.out) for one, other in pairwise(answers)]
+        told = _read([*flags, *(flag for answer in answers for flag in answer.void)])
+        void = iter(told[len(flags) :])
+        found, known = [], ""
+        for answer, new in zip(answers, (True, *told[: len(flags)]), strict=False):
+            if new:
+                known = output_digest(answer.out)
+            broken = [next(void) for _ in answer.void]
+            found.append(output_digest(answer.out.new_zeros(())) if any(broken) else known)
+        return found
+
+    def digest(self, call: Callable[..., Tensor | Answer], sizes: Mapping[str, int] | None = None) -> str:
+        """Run `call` on the canary input and digest its output."""
+        return self.digests([self.ask(call, sizes)])[0]
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def differ(a: Tensor, b: Tensor) -> Tensor:
+    """Whether two tensors differ in a bit, in shape, dtype or device: a bool of one element, which the host does not wait for."""
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
-        return False
-    return (
-        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.ndim else False
-    )
+        return torch.tensor(True)
+    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return (a.contiguous().view(word) != b.contiguous().view(word)).any()
+
+
+def _read(flags: Sequence[Tensor]) -> list[bool]:
+    found = [False] * len(flags)
+    for device in {flag.device for flag in flags}:
+        of = [index for index, flag in enumerate(flags) if flag.device == device]
+        for index, flag in zip(of, torch.stack([flags[i] for i in of]).tolist(), strict=True):
+            found[index] = bool(flag)
+    return found
 
 
 def canary_digest(

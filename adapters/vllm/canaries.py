@@ -7,10 +7,10 @@ answer, and not a copy of them.  Workers are idle then: the engine answers ``col
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,13 @@ from vllm.distributed import get_tp_group
 
 from isoexec.adapters.base import Binding, expected_canary
 from isoexec.kernels import registry
-from isoexec.kernels.canaries import chosen
+from isoexec.kernels.canaries import Answer, chosen
 from isoexec.kernels.dispatch import plan
 from isoexec.kernels.rope.naive import table
 
-__all__ = ["Canary", "borrowed"]
+Call = Callable[..., Tensor | Answer]
+
+__all__ = ["Asked", "Canary", "borrowed"]
 
 _SQUARE = 4096  # the side of a square weight that the table of the sm90 linear lists
 _BLOCKS = 3  # cache blocks of the attention canary; one stays unused
@@ -50,6 +52,18 @@ def _put(bound: Any, name: str, value: Any, parameter: bool) -> None:
         setattr(bound, name, value)
 
 
+class Asked(NamedTuple):
+    """What an object was asked: its answer, and the digest of a faithful one's output."""
+
+    answer: Answer
+    expected: str
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the answer holds."""
+        return self.answer.out.numel() * self.answer.out.element_size()
+
+
 class Canary:
     """The canary of one region's function at the model's dtype."""
 
@@ -64,11 +78,16 @@ class Canary:
         self._inputs = torch.float32 if self._region == "combine" else dtype
         self._asked = registry.Asked(self._function, self._constants, dtype=self._inputs, device=device)
 
-    def digest(self, bound: Any) -> tuple[str, str]:
-        """Digest of the bound object's output, and the one a faithful object gives."""
+    def ask(self, bound: Any) -> Asked:
+        """Put the canary to a bound object; its output is not waited for."""
         sizes, call = getattr(self, f"_{self._region}")(bound)
         expected = expected_canary(self._function, self._constants, self._inputs, sizes)
-        return self._asked.digest(call, sizes), expected
+        return Asked(self._asked.ask(call, sizes), expected)
+
+    def digests(self, asked: Sequence[Asked]) -> list[tuple[str, str]]:
+        """For each object asked, digest of its output and the one a faithful object gives; the host waits once for all."""
+        found = self._asked.digests([one.answer for one in asked])
+        return [(digest, one.expected) for digest, one in zip(found, asked, strict=True)]
 
     def stale(self, bound: Any) -> str | None:
         """In words, what the object computes with that is not its own: a copy of an older weight, or the loan of a bias."""
@@ -77,7 +96,7 @@ class Canary:
         packed = getattr(bound, "isoexec_packed", None)
         return None if packed is None or packed.fresh(bound.weight) else "a packed copy of an older weight"
 
-    def _embedding(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+    def _embedding(self, layer: Any) -> tuple[dict[str, int], Call]:
         vocab = 64 * self._ranks
 
         def call(ids: Tensor, w: Tensor) -> Tensor:
@@ -88,20 +107,20 @@ class Canary:
 
         return {"vocab": vocab}, call
 
-    def _norm(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
-        def call(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    def _norm(self, layer: Any) -> tuple[dict[str, int], Call]:
+        def call(x: Tensor, w: Tensor, eps: float) -> Answer:
             half = (x * 0.4990234375).contiguous()
             rest = x - half  # rounded: their sum is x only after one more rounding
+            whole = half + rest
             with borrowed(layer, weight=w, variance_epsilon=eps):
                 summed, kept = layer(half.clone(), rest.clone())
-                alone = layer((half + rest).clone())
-                plain = layer(x.clone())
-            same = torch.equal(_bits(summed), _bits(alone)) and torch.equal(_bits(kept), _bits(half + rest))
-            return plain if same else plain.new_zeros(())  # another residual add: no digest of it can match
+                plain, alone = layer(torch.cat([x, whole])).split(len(x))
+            # another residual add: no digest of it can match
+            return Answer.where_equal(plain, (summed, alone), (kept, whole))
 
         return {"width": int(layer.weight.shape[0])}, call
 
-    def _qk_norm(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+    def _qk_norm(self, layer: Any) -> tuple[dict[str, int], Call]:
         def call(x: Tensor, w: Tensor, eps: float) -> Tensor:
             with borrowed(layer, weight=w, variance_epsilon=eps):
                 return layer(x.clone())
@@ -124,16 +143,16 @@ class Canary:
             )  # the engine's own holds a packed copy of the weight
         if bias is not None or getattr(layer, "bias", None) is not None:
             beside["bias"] = bias
-        return borrowed(layer, weight=w.clone(), **beside)
+        return borrowed(layer, weight=w.contiguous(), **beside)
 
-    def _column_linear(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+    def _column_linear(self, layer: Any) -> tuple[dict[str, int], Call]:
         def call(x: Tensor, w: Tensor) -> Tensor:
             with self._linear(layer, w):
                 return _first(layer(x))
 
         return self._k(), call
 
-    def _qkv_bias(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+    def _qkv_bias(self, layer: Any) -> tuple[dict[str, int], Call]:
         """The whole layer, with a weight that hands its input on unchanged."""
         packed = getattr(layer, "isoexec_packed", None)
         square = _SQUARE if self._device == "cuda" else 128
@@ -145,7 +164,7 @@ class Canary:
 
         return {"width": width}, call
 
-    def _row_linear(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+    def _row_linear(self, layer: Any) -> tuple[dict[str, int], Call]:
         def call(x: Tensor, w: Tensor) -> Tensor:
             width = x.shape[-1] // self._ranks
             own = slice(self._rank * width, (self._rank + 1) * width)
@@ -154,29 +173,29 @@ class Canary:
 
         return self._k(), call
 
-    def _lm_head(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+    def _lm_head(self, layer: Any) -> tuple[dict[str, int], Call]:
         def call(x: Tensor, w: Tensor) -> Tensor:
             with self._linear(layer, w):
                 return layer.quant_method.apply(layer, x, bias=None)
 
         return self._k(), call
 
-    def _router(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+    def _router(self, layer: Any) -> tuple[dict[str, int], Call]:
         return self._column_linear(layer)
 
-    def _routing(self, router: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+    def _routing(self, router: Any) -> tuple[dict[str, int], Call]:
         def call(logits: Tensor, k: int) -> Tensor:
             with borrowed(router, top_k=k, capture_fn=None, _routing_replay_out=None):
                 return chosen(*router.select_experts(logits, logits))
 
         return {"experts": int(router.global_num_experts), "places": int(router.top_k)}, call
 
-    def _dispatch(self, module: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+    def _dispatch(self, module: Any) -> tuple[dict[str, int], Call]:
         """There and back again: each rank's rows are its part of the answer, and every rank gets every row."""
         group = module.group
         rank, ranks = (group.rank(), group.size()) if group is not None else (0, 1)
 
-        def call(x: Tensor, experts: Tensor, count: int) -> Tensor:
+        def call(x: Tensor, experts: Tensor, count: int) -> Answer:
             own = count // ranks
             with borrowed(module, first=rank * own, count=own):
                 rows, planned = module(x, experts)
@@ -184,11 +203,11 @@ class Canary:
             whole = plan(experts, 0, count)
             out = slots[whole.slots]
             first, end = whole.offsets[[rank * own, (rank + 1) * own]].tolist()
-            return out if torch.equal(_bits(rows), _bits(out[first:end])) else out.new_zeros(())
+            return Answer.where_equal(out, (rows, out[first:end]))
 
         return {"experts": 8 * ranks}, call
 
-    def _expert_linear(self, module: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+    def _expert_linear(self, module: Any) -> tuple[dict[str, int], Call]:
         group, packed = module.group, module.isoexec_packed
         rank, ranks = (group.rank(), group.size()) if group is not None else (0, 1)
 
@@ -200,11 +219,11 @@ class Canary:
 
         return self._k(), call
 
-    def _combine(self, module: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+    def _combine(self, module: Any) -> tuple[dict[str, int], Call]:
         return {}, module
 
-    def _rope(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
-        def call(x: Tensor, positions: Tensor, base: float) -> Tensor:
+    def _rope(self, layer: Any) -> tuple[dict[str, int], Call]:
+        def call(x: Tensor, positions: Tensor, base: float) -> Answer:
             flat = x.reshape(x.shape[0], -1)
             loan: dict[str, Any] = {"base": base}
             if hasattr(layer, "isoexec_cos"):  # tables made with the layer, on its device
@@ -212,14 +231,14 @@ class Canary:
                 loan |= {"isoexec_cos": cos.to(x.device), "isoexec_sin": sin.to(x.device)}
             with borrowed(layer, **loan):
                 query, key = layer(positions, flat.clone(), flat.clone())
-            return query.view(x.shape) if torch.equal(_bits(query), _bits(key)) else query.new_zeros(())
+            return Answer.where_equal(query.view(x.shape), (query, key))
 
         return {"head_dim": int(layer.head_size)}, call
 
-    def _silu_mul(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+    def _silu_mul(self, layer: Any) -> tuple[dict[str, int], Call]:
         return {}, lambda gate, up: layer(torch.cat([gate, up], -1))
 
-    def _attention(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+    def _attention(self, layer: Any) -> tuple[dict[str, int], Call]:
         """A prompt in two chunks and one decoded token, over scattered blocks of a cache of its own."""
         impl = layer.impl
         if self._device == "cuda":
@@ -262,26 +281,22 @@ class Canary:
         }
         return {**heads, "tokens": 2 * block - 5}, call
 
-    def _logprobs(self, sampler: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+    def _logprobs(self, sampler: Any) -> tuple[dict[str, int], Call]:
         if self._device == "cuda":
             from isoexec.adapters.vllm.cuda_canaries import logprobs
 
             return {}, logprobs(sampler)
 
-        def call(logits: Tensor, target: Tensor) -> Tensor:
+        def call(logits: Tensor, target: Tensor) -> Answer:
             out = sampler.compute_logprobs(logits.clone())
+            pairs = []
             if sampler.logprobs_mode == "processed_logprobs":
                 with torch.random.fork_rng(devices=[]):  # the draw must not move the run's generator
                     _, processed = sampler.topk_topp_sampler(logits.clone(), {}, None, None)
-                if not torch.equal(_bits(processed), _bits(out)):
-                    return out.new_zeros(())
-            return out.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+                pairs.append((processed, out))
+            return Answer.where_equal(out.gather(-1, target.unsqueeze(-1)).squeeze(-1), *pairs)
 
         return {}, call
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32)
 
 
 def _first(result: Any) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -29,6 +30,17 @@ from isoexec.contracts.errors import InstallError, IsoExecError
 from isoexec.probes.attest import environment
 
 __all__ = ["IsoExecExtension", "plain"]
+
+_KEPT = 1 << 27  # bytes of answers that are kept until they are awaited
+_REFUSALS = (
+    IsoExecError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+)
 
 
 def plain(value: Any) -> Any:
@@ -51,6 +63,7 @@ class IsoExecExtension:
             topology = live_topology()
             reports, rest = self._isoexec_regions()
             regions = {r.region: r.to_dict() for r in reports}
+        found = environment()
         plan = state.active()
         contract = plan.contract if plan is not None else None
         engine = found_engine()
@@ -61,8 +74,8 @@ class IsoExecExtension:
                 "world": int(self.vllm_config.parallel_config.world_size),
                 "topology": topology,
                 "regions": regions,
-                "changed": self._isoexec_changed(rest),
-                "environment": environment(),
+                "changed": self._isoexec_changed(rest, found),
+                "environment": found,
                 "identities": contract and contract.identities.to_dict(),
                 "contract": contract and contract.to_dict(),
                 "engine": engine and [engine[0].distribution, engine[1]],
@@ -152,13 +165,13 @@ class IsoExecExtension:
         """What this worker's own effect says against its bound objects, in words; an engine that compiles nothing has none."""
         return None
 
-    def _isoexec_changed(self, changes: list[Change]) -> str | None:
+    def _isoexec_changed(self, changes: list[Change], found: Mapping[str, Any]) -> str | None:
         """What is wrong with the process itself: what changed in no region, and what the contract does not admit."""
         plan = state.active()
         judged = plan is not None and any(b.enforcement.installs for b in plan.bindings)
         if plan is None or not judged:
             return None
-        refused = plan.contract.claims.environment.refusals(environment())
+        refused = plan.contract.claims.environment.refusals(found)
         return "; ".join(filter(None, (told(changes), self._isoexec_disagrees(), *refused))) or None
 
     def _isoexec_regions(self) -> tuple[list[RegionReport], list[Change]]:
@@ -244,26 +257,38 @@ class IsoExecExtension:
 
 
 def _call_all(canary: Any, objects: list[tuple[str, Any]]) -> tuple[str | None, str | None, str | None]:
-    """What all objects answer with and should; for the first that answers otherwise, that and whose it is."""
+    """What all objects answer with and should; for the first that answers otherwise, that and whose it is.
+
+    All are asked before the first answer is awaited, but for answers that are too large to keep.
+    """
     found: str | None = None
     expected: str | None = None
-    for name, bound in objects:
+    waiting: list[tuple[str, Any, Any]] = []
+    for place, (name, bound) in enumerate(objects, 1):
+        answered, problem, stale = False, None, None
         try:
-            found, expected = canary.digest(bound)
-            stale = canary.stale(bound)
-        except (
-            IsoExecError,
-            RuntimeError,
-            ValueError,
-            TypeError,
-            AttributeError,
-            LookupError,
-            AssertionError,
-        ) as error:
+            waiting.append((name, bound, canary.ask(bound)))
+            answered = True
+            if (stale := canary.stale(bound)) is not None:
+                problem = f"{name} computes with {stale}"
+        except _REFUSALS as error:
             # a native object that cannot take the canary at all is as much a finding as one that answers otherwise
-            return None, expected, f"{name} does not take the canary: {type(error).__name__}: {error}"
-        if stale is not None:
-            return found, expected, f"{name} computes with {stale}"
-        if found != expected:
-            return found, expected, f"{name} ({described(bound)}) computes something else"
+            problem = f"{name} does not take the canary: {type(error).__name__}: {error}"
+        kept = sum(answer.bytes for _, _, answer in waiting)
+        if problem is None and place < len(objects) and kept < _KEPT:
+            continue
+        try:
+            digests = canary.digests([answer for _, _, answer in waiting])
+        except _REFUSALS as error:  # of what a device does later
+            asked = " or ".join(of for of, _, _ in waiting)
+            return None, expected, f"{asked} does not take the canary: {type(error).__name__}: {error}"
+        sound = len(waiting) - (
+            answered and problem is not None
+        )  # of the last one the problem is already known
+        for index, ((of, other, _), (found, expected)) in enumerate(zip(waiting, digests, strict=True)):
+            if found != expected and index < sound:
+                return found, expected, f"{of} ({described(other)}) computes something else"
+        if problem is not None:
+            return (found if stale is not None else None), expected, problem
+        waiting = []
     return found, expected, None
