@@ -126,8 +126,9 @@ def looked_at(path: Path) -> tuple[set[int], list[str]]:
             wrong.append(f"{path.name}: {said}")
         if not database.execute("PRAGMA user_version").fetchone()[0]:
             return set(), wrong  # an archive that was never begun
-        counts = database.execute(
-            "SELECT step, (SELECT count(*) FROM verdicts WHERE window = windows.id) FROM windows"
+        counts = database.execute(  # an archive has no index by window
+            "SELECT step, coalesce(held, 0) FROM windows LEFT JOIN "
+            "(SELECT window, count(*) AS held FROM verdicts GROUP BY window) ON window = windows.id"
         ).fetchall()
     except sqlite3.Error as error:
         return set(), [*wrong, f"{path.name}: {error}"]
