@@ -14,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 
 from isoexec.adapters.base import load_adapter, make_plan
 from isoexec.adapters.megatron.adapter import SUPPORTED, MegatronAdapter
+from isoexec.adapters.megatron.kinds import kinds_of
 from isoexec.adapters.vllm.engines import ENGINES
 from isoexec.adapters.vllm.install import plan_engine
 from isoexec.contracts.errors import InstallError
@@ -152,9 +153,9 @@ def test_what_is_said_of_runtimes_is_what_their_adapters_support() -> None:
     }
     assert engines == RUNTIMES["vllm"].builds
     low, high = SUPPORTED
-    assert RUNTIMES["megatron"].builds == {
-        "cpu": f"megatron-core {'.'.join(map(str, low))} and later {low[0]}.{low[1]}"
-    }
+    text = f"megatron-core {'.'.join(map(str, low))} and later {low[0]}.{low[1]}"
+    assert RUNTIMES["megatron"].builds == dict.fromkeys(("cpu", "sm90"), text)
+    assert [kinds_of(arch).arch for arch in RUNTIMES["megatron"].builds] == ["cpu", "sm90"]
     assert (high[0], high[1]) == (low[0], low[1] + 1)
 
 
