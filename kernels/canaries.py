@@ -414,7 +414,7 @@ class Answer(NamedTuple):
 
 
 class Asked:
-    """A function's canary, put to several objects: its inputs are made once, and their answers are awaited together."""
+    """A function's canary, put to several objects, whose answers are awaited together."""
 
     def __init__(
         self,
@@ -426,17 +426,12 @@ class Asked:
     ) -> None:
         self._function, self._constants = function_id, constants
         self._dtype, self._device = dtype, device
-        self._inputs: dict[tuple[tuple[str, int], ...], Inputs] = {}
 
     @torch.no_grad()
     def ask(self, call: Callable[..., Tensor | Answer], sizes: Mapping[str, int] | None = None) -> Answer:
         """Run `call` on the canary input (by argument name); its answer, in memory of its own, is not waited for."""
-        key = tuple(sorted((sizes or {}).items()))
-        if key not in self._inputs:
-            self._inputs[key] = canary(
-                self._function, self._constants, dtype=self._dtype, sizes=sizes, device=self._device
-            )
-        given = call(**{name: _copied(value) for name, value in self._inputs[key].items()})
+        inputs = canary(self._function, self._constants, dtype=self._dtype, sizes=sizes, device=self._device)
+        given = call(**inputs)
         answer = given if isinstance(given, Answer) else Answer(given)
         if not isinstance(answer.out, torch.Tensor):
             raise TypeError(f"it gives {type(answer.out).__qualname__}, not a tensor")

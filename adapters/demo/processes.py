@@ -64,22 +64,19 @@ def _serve(
         try:
             if method == _PROFILE:
                 (profile,) = args
-                if (on := profile is not None and profile[0] == "torch") != device and hasattr(
-                    host, "profiling"
-                ):
+                on = profile is not None and profile[0] == "torch"
+                if on != device and hasattr(host, "profiling"):
                     host.profiling(on)
                 device = on
                 pipe.send(("ok", None))
                 continue
             call = partial(getattr(host, method), *args, **kwargs)
-            if profile is None:
-                pipe.send(("ok", call()))
-            else:
+            if profile is not None:
                 from isoexec.adapters.demo.profiling import profiled
 
-                pipe.send(
-                    ("ok", profiled(profile[0], profile[1] / f"{name}-{method}-{profile[0]}.txt", call))
-                )
+                kind, folder = profile
+                call = partial(profiled, kind, folder / f"{name}-{method}-{kind}.txt", call)
+            pipe.send(("ok", call()))
         except BaseException as error:  # noqa: BLE001 - whatever it was, the caller is told
             pipe.send(("error", type(error).__name__, str(error), traceback.format_exc()))
         if method == "close":

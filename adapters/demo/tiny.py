@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -107,32 +108,25 @@ def make_qwen3(
 
     The tokens 0, 1 and 2 are pad, begin and end. No tokenizer is written: prompts are token ids.
     """
+    folder = _folder(path)
+    sizes: dict[str, Any] = {
+        "layers": layers,
+        "hidden": hidden,
+        "ffn": ffn,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab": vocab,
+        "dtype": dtype,
+    }
+    save_weights(folder / WEIGHTS, qwen3_weights(seed=seed, **sizes))
+    write_config(folder, max_positions=max_positions, **sizes)
+    return folder
+
+
+def _folder(path: Path | str) -> Path:
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = qwen3_weights(
-        seed=seed,
-        layers=layers,
-        hidden=hidden,
-        ffn=ffn,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab=vocab,
-        dtype=dtype,
-    )
-    save_weights(folder / WEIGHTS, weights)
-    write_config(
-        folder,
-        layers=layers,
-        hidden=hidden,
-        ffn=ffn,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab=vocab,
-        max_positions=max_positions,
-        dtype=dtype,
-    )
     return folder
 
 
@@ -215,31 +209,19 @@ def make_qwen3_moe(
     Every layer has ``experts`` experts of width ``expert_ffn`` and no dense MLP; a token goes to ``chosen`` of them, whose
     weights are normed to a sum of one.
     """
-    folder = make_qwen3(
-        path,
-        seed=seed,
-        layers=layers,
-        hidden=hidden,
-        ffn=2 * expert_ffn,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab=vocab,
-        dtype=dtype,
-    )
-    weights = qwen3_weights(
-        seed=seed,
-        layers=layers,
-        hidden=hidden,
-        ffn=expert_ffn,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab=vocab,
-        dtype=dtype,
-        experts=experts,
-    )
+    folder = _folder(path)
+    sizes: dict[str, Any] = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab": vocab,
+        "dtype": dtype,
+    }
+    weights = qwen3_weights(seed=seed, ffn=expert_ffn, experts=experts, **sizes)
     save_weights(folder / WEIGHTS, weights)
+    write_config(folder, ffn=2 * expert_ffn, **sizes)
     config = json.loads((folder / "config.json").read_text()) | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -261,7 +243,7 @@ def make_mimo(path: Path | str, *, seed: int, drafts: bool = True) -> Path:
 
     ``drafts`` adds a layer for multi-token prediction, as published checkpoints have one: no logprob depends on it.
     """
-    folder = make_qwen3(path, seed=seed)
+    folder = _folder(path)
     weights = qwen3_weights(seed=seed, mimo=True)
     if drafts:
         at = "model.mtp_layers.0."

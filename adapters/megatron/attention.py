@@ -82,6 +82,15 @@ class ContractCoreAttention(Contracted, DotProductAttention):
             fix=fix,
         )
 
+    def admit(self, query: Tensor, key: Tensor, attention_bias: Tensor | None) -> None:
+        """Raise InstallError where the module owns nothing, and for what no form of sequences may have."""
+        if not self.owns:
+            self.require()
+        if attention_bias is not None:
+            self.refuse("an attention bias", "the contract has none")
+        if key.shape[0] != query.shape[0]:
+            self.refuse(f"{key.shape[0]} keys for {query.shape[0]} queries", "the trainer has no KV cache")
+
     def forward(
         self,
         query: Tensor,
@@ -94,14 +103,9 @@ class ContractCoreAttention(Contracted, DotProductAttention):
     ) -> Tensor:
         """Take query [s, b, heads/t, D], key and value [s, b, groups/t, D] -> [s, b, heads/t * D]."""
         s, b, heads, width = query.shape
-        if not self.owns:
-            self.require()
-        if attention_bias is not None:
-            self.refuse("an attention bias", "the contract has none")
+        self.admit(query, key, attention_bias)
         if packed_seq_params is not None:
             self.refuse("packed sequences", "give [batch, sequence] rows padded on the right")
-        if key.shape[0] != s:
-            self.refuse(f"{key.shape[0]} keys for {s} queries", "the trainer has no KV cache")
         query, key, value = (t.transpose(0, 1).contiguous() for t in (query, key, value))
         if "rope" in self.owns:
             positions = torch.arange(s, device=query.device).repeat(b)

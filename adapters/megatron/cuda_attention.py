@@ -123,14 +123,7 @@ class CudaCoreAttention(ContractCoreAttention):
         packed_seq_params: Any = None,
     ) -> Tensor:
         """[s, b, heads/t, D] -> [s, b, heads/t * D]; packed [tokens, heads/t, D] -> [tokens, heads/t, D]."""
-        if not self.owns:
-            self.require()
-        if attention_bias is not None:
-            self.refuse("an attention bias", "the contract has none")
-        if key.shape[0] != query.shape[0]:
-            self.refuse(
-                f"{key.shape[0]} keys for {query.shape[0]} queries", "the trainer has no KV cache of another"
-            )
+        self.admit(query, key, attention_bias)
         packed = packed_seq_params is not None
         if packed and "attention" not in self.owns:
             self.refuse("packed sequences for Megatron's own attention", "install the attention region too")

@@ -85,7 +85,8 @@ def _refuse_drafts(config: Any) -> None:
     """Refuse drafts that the engine's contract does not know, or that would be computed as its own model is."""
     if config is None:
         return
-    known = require_engine()[0].drafts
+    engine = require_engine()[0]
+    known = engine.drafts
     refuse_unless(
         config.method in known,
         "engine",
@@ -94,7 +95,7 @@ def _refuse_drafts(config: Any) -> None:
     )
     backend = getattr(config.attention_backend, "name", config.attention_backend)
     refuse_unless(
-        backend not in (None, "CUSTOM"),
+        backend not in (None, engine.attention_backend),
         "attention",
         "drafts with the engine's own attention",
         f"attention backend {backend} of the draft model",

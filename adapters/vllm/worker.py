@@ -265,11 +265,11 @@ def _call_all(canary: Any, objects: list[tuple[str, Any]]) -> tuple[str | None, 
     expected: str | None = None
     waiting: list[tuple[str, Any, Any]] = []
     for place, (name, bound) in enumerate(objects, 1):
-        answered, problem, stale = False, None, None
+        problem, stale = None, None
         try:
-            waiting.append((name, bound, canary.ask(bound)))
-            answered = True
-            if (stale := canary.stale(bound)) is not None:
+            asked, stale = canary.ask(bound), canary.stale(bound)
+            waiting.append((name, bound, asked))
+            if stale is not None:
                 problem = f"{name} computes with {stale}"
         except _REFUSALS as error:
             # a native object that cannot take the canary at all is as much a finding as one that answers otherwise
@@ -280,11 +280,9 @@ def _call_all(canary: Any, objects: list[tuple[str, Any]]) -> tuple[str | None, 
         try:
             digests = canary.digests([answer for _, _, answer in waiting])
         except _REFUSALS as error:  # of what a device does later
-            asked = " or ".join(of for of, _, _ in waiting)
-            return None, expected, f"{asked} does not take the canary: {type(error).__name__}: {error}"
-        sound = len(waiting) - (
-            answered and problem is not None
-        )  # of the last one the problem is already known
+            names = " or ".join(of for of, _, _ in waiting)
+            return None, expected, f"{names} does not take the canary: {type(error).__name__}: {error}"
+        sound = len(waiting) - (stale is not None)  # of the last one the problem is already known
         for index, ((of, other, _), (found, expected)) in enumerate(zip(waiting, digests, strict=True)):
             if found != expected and index < sound:
                 return found, expected, f"{of} ({described(other)}) computes something else"

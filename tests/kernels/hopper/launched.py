@@ -107,11 +107,9 @@ def _decode(requests: int, keys: int) -> tuple[Any, Any]:
     return made, torch.zeros(requests, dtype=torch.int32)
 
 
-def _attended(attend: Any, q: int, kv: int, step: Any, at: Any) -> Callable[[], None]:
-    total = len(at)
-    return lambda: _back(
-        attend(rand(total, q, 128), rand(total, kv, 128), rand(total, kv, 128), at, step, scale=0.1)
-    )
+def _attended(step: Any, at: Any) -> Callable[[], None]:
+    n, attend = len(at), attention.attention
+    return lambda: _back(attend(rand(n, 16, 128), rand(n, 8, 128), rand(n, 8, 128), at, step, scale=0.1))
 
 
 def _latent(step: Any, at: Any) -> Callable[[], None]:
@@ -158,9 +156,9 @@ def calls(T: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "combine", lambda: _back(combine.combine(rand(4 * T, 1024), rand(T, 4, dtype=torch.float32)))
     for count in (1, 3, 16):
         step, at = _packed([T] * count)
-        yield f"attention of {count}", _attended(attention.attention, 16, 8, step, at)
+        yield f"attention of {count}", _attended(step, at)
         step, at = _packed([T] * count, provider="triton", window=64)
-        yield f"attention of {count}, a window", _attended(attention.attention, 16, 8, step, at)
+        yield f"attention of {count}, a window", _attended(step, at)
         step, at = _packed([T] * count, latent.plan)
         yield f"latent attention of {count}", _latent(step, at)
     cache = rand(64, 16, 8, 128, grad=False)
