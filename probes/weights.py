@@ -4,23 +4,64 @@
 The digest of a tensor is a sum over its elements of a 64-bit mix of (global position, bit pattern), in two lanes of different
 seeds.  A sum does not care how the elements are spread, so every rank digests only the part it holds and the parts add up
 (mod 2**64) to the digest of the whole, whatever the parallel layout.  It finds accidents (stale, missing, moved, zero or
-changed elements), not forgeries.  On a GPU one kernel makes the same sums in one pass (`weights_kernel`).
+changed elements), not forgeries.  On a GPU one kernel makes the same sums of many tensors in one pass (`weights_kernel`), and the
+host waits for it once.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
-__all__ = ["add_partials", "is_zero", "spans", "tensor_partial"]
+__all__ = [
+    "Block",
+    "Partial",
+    "WeightPartials",
+    "add_partials",
+    "is_zero",
+    "spans",
+    "tensor_partial",
+    "tensor_partials",
+    "weight_partials",
+]
 
 _MASK = (1 << 64) - 1
 _SEEDS = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)
 # the finalizer of MurmurHash3 (64 bits), Austin Appleby, public domain
 _M1, _M2 = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
+_COPIED = 1 << 28  # bytes of copies of scattered blocks that may wait for the kernel
+
+
+class Block(NamedTuple):
+    """``tensor`` is the block of a whole tensor of shape ``whole`` that starts at ``offsets``, one per dimension."""
+
+    tensor: torch.Tensor
+    whole: Sequence[int]
+    offsets: Sequence[int]
+
+
+class Partial(NamedTuple):
+    """What is known of a block: its digest, two unsigned 64-bit lanes, and whether all of it is zero (`is_zero`)."""
+
+    lanes: tuple[int, int]
+    zero: bool
+
+
+class WeightPartials(NamedTuple):
+    """By name, of the blocks a rank answers for: digest partials, elements covered, elements in all.
+
+    ``zero`` are the names whose block holds nothing but zeros.
+    """
+
+    tensors: dict[str, tuple[int, int]]
+    numel: dict[str, int]
+    total: dict[str, int]
+    zero: list[str]
 
 
 def _signed(value: int) -> int:
@@ -51,19 +92,62 @@ def tensor_partial(t: torch.Tensor, global_shape: Sequence[int], offsets: Sequen
     Raises ValueError when the block does not lie inside ``global_shape`` or the tensor is empty (an empty parameter is a
     packed weight that nobody can read, never evidence).
     """
-    if t.dim() != len(global_shape) or t.dim() != len(offsets):
+    return tensor_partials([Block(t, global_shape, offsets)])[0].lanes
+
+
+def tensor_partials(blocks: Iterable[Block]) -> list[Partial]:
+    """`tensor_partial` and `is_zero` of many blocks, in order; the host waits once for those of a GPU, whatever their number.
+
+    The blocks of a GPU are on one.  Raises ValueError as `tensor_partial`, for the first block that cannot be digested.
+    """
+    found: dict[int, Partial] = {}
+    there: dict[int, Block] = {}
+    for index, block in enumerate(blocks):
+        _check(block)
+        if block.tensor.is_cuda:
+            there[index] = block
+        else:
+            low, high = _in_torch(*block)
+            found[index] = Partial((low & _MASK, high & _MASK), is_zero(block.tensor))
+    if there:
+        found |= zip(there, _on_gpu(there.values()), strict=True)
+    return [found[index] for index in sorted(found)]
+
+
+def weight_partials(blocks: Iterable[tuple[str, Block]]) -> WeightPartials:
+    """`tensor_partials` of named blocks, which on a CPU are read one at a time."""
+    names: list[str] = []
+    numel: dict[str, int] = {}
+    total: dict[str, int] = {}
+
+    def noted() -> Iterator[Block]:
+        for name, block in blocks:
+            names.append(name)
+            numel[name] = block.tensor.numel()
+            total[name] = math.prod(block.whole)
+            yield block
+
+    digests = tensor_partials(noted())
+    found = dict(zip(names, digests, strict=True))
+    return WeightPartials(
+        tensors={name: of.lanes for name, of in found.items()},
+        numel=numel,
+        total=total,
+        zero=[name for name, of in found.items() if of.zero],
+    )
+
+
+def _check(block: Block) -> None:
+    t, whole, offsets = block
+    if t.dim() != len(whole) or t.dim() != len(offsets):
         raise ValueError(
-            f"shard of {t.dim()} dimensions, global shape {tuple(global_shape)}, offsets {tuple(offsets)}"
+            f"shard of {t.dim()} dimensions, global shape {tuple(whole)}, offsets {tuple(offsets)}"
         )
     if t.numel() == 0:
         raise ValueError("an empty tensor cannot be digested: its weights live where no probe can read them")
-    for size, whole, start in zip(t.shape, global_shape, offsets, strict=True):
-        if start < 0 or start + size > whole:
-            raise ValueError(
-                f"shard {tuple(t.shape)} at {tuple(offsets)} is outside of {tuple(global_shape)}"
-            )
-    lanes = _on_gpu(t, global_shape, offsets) if t.is_cuda else _in_torch(t, global_shape, offsets)
-    return lanes[0] & _MASK, lanes[1] & _MASK
+    for size, most, start in zip(t.shape, whole, offsets, strict=True):
+        if start < 0 or start + size > most:
+            raise ValueError(f"shard {tuple(t.shape)} at {tuple(offsets)} is outside of {tuple(whole)}")
 
 
 def _in_torch(t: torch.Tensor, global_shape: Sequence[int], offsets: Sequence[int]) -> list[int]:
@@ -102,15 +186,42 @@ def spans(
         yield place, shape[run - 1], strides[run - 1], at
 
 
-def _on_gpu(t: torch.Tensor, global_shape: Sequence[int], offsets: Sequence[int]) -> list[int]:
-    from isoexec.probes.weights_kernel import lanes
+def _on_gpu(blocks: Iterable[Block]) -> list[Partial]:
+    """The kernel's; blocks whose rows lie scattered are copied, and the copies freed as soon as the kernel is in the queue."""
+    from isoexec.probes.weights_kernel import Run, sums
 
-    t = t.detach().contiguous()
-    parts = [
-        lanes(t[place] if place else t, rows=rows, stride=stride, base=base, seeds=_SEEDS, mixers=(_M1, _M2))
-        for place, rows, stride, base in spans(t.shape, global_shape, offsets)
-    ]
-    return [int(lane) for lane in torch.stack(parts).sum(0).tolist()]
+    parts: list[int] = []  # how many runs each block has
+    made: list[torch.Tensor] = []
+    runs: list[Run] = []
+    copied = 0
+    for t, whole, offsets in blocks:
+        bits = t.detach().contiguous()
+        mask = _magnitude(t.dtype)
+        of = [
+            Run(bits[place] if place else bits, rows, stride, base, mask)
+            for place, rows, stride, base in spans(t.shape, whole, offsets)
+        ]
+        parts.append(len(of))
+        runs += of
+        copied += 0 if bits.data_ptr() == t.data_ptr() else bits.numel() * bits.element_size()
+        if copied > _COPIED:
+            made.append(sums(runs, seeds=_SEEDS, mixers=(_M1, _M2)))
+            runs, copied = [], 0
+    if runs:
+        made.append(sums(runs, seeds=_SEEDS, mixers=(_M1, _M2)))
+    lines = iter(torch.cat(made).tolist())
+    found = []
+    for count in parts:
+        own = list(itertools.islice(lines, count))
+        low, high, some = (sum(column) for column in zip(*own, strict=True))
+        found.append(Partial((low & _MASK, high & _MASK), some == 0))
+    return found
+
+
+@cache
+def _magnitude(dtype: torch.dtype) -> int:
+    """Bits of an element, as int64, of which none is set in a zero of either sign."""
+    return ~int(_bits(torch.tensor([-0.0]).to(dtype)).item())
 
 
 def add_partials(parts: Sequence[tuple[int, int]]) -> tuple[int, int]:

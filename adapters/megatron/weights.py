@@ -7,7 +7,6 @@ Megatron fuses query, key and value per query group, and a rank's gate rows with
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shutil
@@ -24,9 +23,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isoexec.contracts.errors import IsoExecError
-from isoexec.probes.weights import tensor_partial
+from isoexec.probes import weights
+from isoexec.probes.weights import Block, WeightPartials
 
-__all__ = ["Piece", "WeightError", "export_hf", "load_hf", "pieces", "save_hf", "unwrap", "weight_partials"]
+__all__ = [
+    "Piece",
+    "WeightError",
+    "export_hf",
+    "load_hf",
+    "pieces",
+    "save_hf",
+    "unwrap",
+    "weight_partials",
+]
 
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -272,19 +281,11 @@ def save_hf(model: Any, folder: Path | str) -> Path:
     return target
 
 
-def weight_partials(model: Any) -> tuple[dict[str, tuple[int, int]], dict[str, int], dict[str, int]]:
-    """(digest partials, elements covered, elements in all) by Hugging Face name, of the blocks this rank answers for.
+def weight_partials(model: Any) -> WeightPartials:
+    """Digest what this rank holds, by Hugging Face name.
 
     Partials of all ranks add up mod 2**64 per lane to the digest of the whole tensor, so nothing is gathered.  Replicated
     blocks are answered for by the first tensor-parallel rank, and by the first data-parallel replica (`pieces`).
     """
-    inner = unwrap(model)
-    partials: dict[str, tuple[int, int]] = {}
-    numel: dict[str, int] = {}
-    total: dict[str, int] = {}
-    for piece in pieces(inner):
-        if piece.owner:
-            partials[piece.name] = tensor_partial(piece.read(), piece.whole, piece.offset)
-            numel[piece.name] = math.prod(piece.shape)
-            total[piece.name] = math.prod(piece.whole)
-    return partials, numel, total
+    mine = (p for p in pieces(model) if p.owner)
+    return weights.weight_partials((p.name, Block(p.read(), p.whole, p.offset)) for p in mine)

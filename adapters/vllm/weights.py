@@ -24,7 +24,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from isoexec.probes.weights import is_zero, tensor_partial
+from isoexec.probes.weights import Block, weight_partials
 
 __all__ = ["Shard", "partials", "shards"]
 
@@ -151,21 +151,15 @@ def shards(model: nn.Module) -> Iterator[Shard]:
 
 def partials(model: nn.Module) -> dict[str, Any]:
     """Partial digests of this rank: ``tensors`` {name: [lo, hi]}, ``numel``, ``total``, and ``zero`` and ``unknown`` names."""
-    tensors: dict[str, list[int]] = {}
-    numel: dict[str, int] = {}
-    total: dict[str, int] = {}
     unknown: list[str] = []
-    zero: list[str] = []
-    for shard in shards(model):
-        if shard.tensor is None:
-            unknown.append(shard.name)
-            continue
-        tensors[shard.name] = list(tensor_partial(shard.tensor, shard.global_shape, shard.offsets))
-        numel[shard.name] = shard.tensor.numel()
-        whole = 1
-        for size in shard.global_shape:
-            whole *= size
-        total[shard.name] = whole
-        if is_zero(shard.tensor):
-            zero.append(shard.name)
-    return {"tensors": tensors, "numel": numel, "total": total, "zero": zero, "unknown": unknown}
+
+    def readable() -> Iterator[tuple[str, Block]]:
+        for shard in shards(model):
+            if shard.tensor is None:
+                unknown.append(shard.name)
+            else:
+                yield shard.name, Block(shard.tensor, shard.global_shape, shard.offsets)
+
+    found = weight_partials(readable())
+    lanes = {name: list(pair) for name, pair in found.tensors.items()}
+    return {**found._asdict(), "tensors": lanes, "unknown": unknown}

@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from isoexec.probes.weights import add_partials, is_zero, tensor_partial
+from isoexec.probes.weights import (
+    Block,
+    add_partials,
+    is_zero,
+    tensor_partial,
+    tensor_partials,
+    weight_partials,
+)
 
 
 def whole(t: torch.Tensor) -> tuple[int, int]:
@@ -74,15 +81,41 @@ def test_a_shard_outside_its_tensor_is_refused(
         tensor_partial(tensor, shape, offsets)
 
 
+def test_named_blocks_say_what_they_cover_and_which_are_zero() -> None:
+    held, zeros = torch.ones(2, 3), torch.zeros(4)
+    blocks = [("held", Block(held, (4, 3), (2, 0))), ("zeros", Block(zeros, (4,), (0,)))]
+    found = weight_partials(iter(blocks))
+    assert found.tensors == {
+        "held": tensor_partial(held, (4, 3), (2, 0)),
+        "zeros": tensor_partial(zeros, (4,), (0,)),
+    }
+    assert found.numel == {"held": 6, "zeros": 4}
+    assert found.total == {"held": 12, "zeros": 4}
+    assert found.zero == ["zeros"]
+
+
 def test_zero_of_either_sign_is_zero() -> None:
     assert is_zero(torch.tensor([0.0, -0.0]))
     assert not is_zero(torch.tensor([0.0, 1e-38]))
+
+
+def test_many_blocks_keep_their_order_and_say_which_are_zero(tensor: torch.Tensor) -> None:
+    several = [tensor[:6], torch.zeros(6, 20), tensor[6:]]
+    found = tensor_partials(Block(t, (12, 20), (at, 0)) for t, at in zip(several, (0, 0, 6), strict=True))
+    assert [one.zero for one in found] == [False, True, False]
+    assert add_partials([found[0].lanes, found[2].lanes]) == whole(tensor)
 
 
 def test_the_kernel_of_a_gpu_has_the_same_digests() -> None:
     script = Path(__file__).with_name("weights_interpreted.py")
     done = subprocess.run([sys.executable, "-P", str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for name, found in json.loads(done.stdout).items():
-        assert found["kernel"] == found["torch"], name
-        assert found["changed"] != found["kernel"], name
+    found = json.loads(done.stdout)
+    assert found["kernel"] == found["torch"]
+    assert found["apart"] == found["torch"]
+    assert found["zeros"] == found["torch zeros"]
+    assert all(zero for _, zero in found["zeros"].values())
+    assert not any(zero for _, zero in found["kernel"].values())
+    assert [zero for _, zero in found["single"].values()] == [False]
+    for name, (lanes, _) in found["changed"].items():
+        assert lanes != found["kernel"][name][0], name

@@ -35,17 +35,31 @@ def _made(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def main() -> None:
-    found = {}
-    for name, (shape, whole, at, dtype) in CASES.items():
+    blocks, changed, zeros = [], [], []
+    for shape, whole, at, dtype in CASES.values():
         t = _made(shape, dtype)
-        changed = t.clone()
-        changed.view(-1)[-1] = 1
-        found[name] = {
-            "torch": [lane & weights._MASK for lane in weights._in_torch(t, whole, at)],
-            "kernel": [lane & weights._MASK for lane in weights._on_gpu(t, whole, at)],
-            "changed": [lane & weights._MASK for lane in weights._on_gpu(changed, whole, at)],
-        }
-    print(json.dumps(found))
+        blocks.append(weights.Block(t, whole, at))
+        other = t.clone()
+        other.view(-1)[-1] = 1
+        changed.append(weights.Block(other, whole, at))
+        zero = torch.zeros(shape, dtype=dtype)
+        zeros.append(weights.Block(-zero if dtype.is_floating_point else zero, whole, at))
+    made = {
+        "torch": weights.tensor_partials(blocks),
+        "kernel": weights._on_gpu(blocks),  # all of them in one table
+        "changed": weights._on_gpu(changed),
+        "zeros": weights._on_gpu(zeros),
+        "torch zeros": weights.tensor_partials(zeros),
+    }
+    single = torch.zeros(5, 300, dtype=torch.bfloat16)
+    single[3, 299] = -(2.0**-133)  # the least a bfloat16 can be
+    made["single"] = weights._on_gpu([weights.Block(single.T, (300, 5), (0, 0))])
+    weights._COPIED = 0  # each block that is copied goes at once
+    made["apart"] = weights._on_gpu(
+        [b._replace(tensor=b.tensor.mT.contiguous().mT) if b.tensor.dim() > 1 else b for b in blocks]
+    )
+    names = list(CASES)
+    print(json.dumps({of: dict(zip(names, found, strict=False)) for of, found in made.items()}))
 
 
 if __name__ == "__main__":

@@ -41,11 +41,11 @@ def test_partial_digests_of_all_ranks_add_up_to_each_whole_tensor(
     found = launch(lambda: weight_partials(make(other, torch.bfloat16, contract)), other)
     stored = {n: t.bfloat16() for n, t in load_file(checkpoint / "model.safetensors").items()}
     for name, whole in stored.items():
-        parts = [p[name] for p, _, _ in found if name in p]
+        parts = [p[name] for p, *_ in found if name in p]
         assert add_partials(parts) == tensor_partial(whole, whole.shape, [0] * whole.dim()), name
-        assert sum(numel.get(name, 0) for _, numel, _ in found) == whole.numel()
-        assert {total[name] for _, _, total in found if name in total} == {whole.numel()}
-    assert set().union(*(p for p, _, _ in found)) == set(stored)
+        assert sum(numel.get(name, 0) for _, numel, *_ in found) == whole.numel()
+        assert {one.total[name] for one in found if name in one.total} == {whole.numel()}
+    assert set().union(*(p for p, *_ in found)) == set(stored)
 
 
 def test_one_changed_element_on_one_rank_changes_only_its_tensor_s_digest(
