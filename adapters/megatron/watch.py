@@ -20,14 +20,13 @@ from torch import Tensor
 
 from isoexec.adapters.base import Report
 from isoexec.adapters.megatron.slots import topology_of
-from isoexec.adapters.megatron.weights import pieces, unwrap, weight_partials
+from isoexec.adapters.megatron.weights import unwrap, weight_partials
 from isoexec.probes.attest import send_attestation
 from isoexec.probes.client import Client
 from isoexec.probes.contract import SAME, contract_now
 from isoexec.probes.guard import Guard
 from isoexec.probes.logprobs import LogprobTap, ScoredSequence, from_packed, from_padded
 from isoexec.probes.timing import VerifyPeriod
-from isoexec.probes.weights import is_zero
 
 __all__ = ["Watch"]
 
@@ -168,13 +167,13 @@ class Watch:
 
     def synced(self, weight_version: int, *, step: int) -> None:
         """After a weight sync: send the digests of this rank's live shards as ``weight_version``, and attest."""
-        tensors, numel, total = weight_partials(self._model)
+        found = weight_partials(self._model)
         self._client.send_weights(
             weight_version=weight_version,
             step=step,
-            tensors=tensors,
-            numel=numel,
-            total=total,
-            zero=[p.name for p in pieces(self._model) if p.owner and is_zero(p.read())],
+            tensors=found.tensors,
+            numel=found.numel,
+            total=found.total,
+            zero=found.zero,
         )
         self.attest("sync", step=step, weight_version=weight_version)

@@ -77,6 +77,7 @@ class Canary:
         # one rounding to bfloat16 would hide the order in which a few rows are added
         self._inputs = torch.float32 if self._region == "combine" else dtype
         self._asked = registry.Asked(self._function, self._constants, dtype=self._inputs, device=device)
+        self._steps: Any = None  # of attention on CUDA, made for the first layer
 
     def ask(self, bound: Any) -> Asked:
         """Put the canary to a bound object; its output is not waited for."""
@@ -242,9 +243,10 @@ class Canary:
         """A prompt in two chunks and one decoded token, over scattered blocks of a cache of its own."""
         impl = layer.impl
         if self._device == "cuda":
-            from isoexec.adapters.vllm.cuda_canaries import attention
+            from isoexec.adapters.vllm.cuda_canaries import Attention
 
-            return attention(layer, int(self._constants["kv_segment"]))
+            self._steps = self._steps or Attention(int(self._constants["kv_segment"]))
+            return self._steps.of(layer)
         block = 2 * int(self._constants["kv_segment"])
 
         def call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

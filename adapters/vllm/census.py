@@ -13,7 +13,7 @@ from typing import Any
 from isoexec.adapters.census import Census, CensusEntry, load_allowed, main
 from isoexec.adapters.recorder import Recorder
 from isoexec.adapters.vllm import state
-from isoexec.adapters.vllm.engines import require_engine
+from isoexec.adapters.vllm.engines import require_engine, sized_cache
 from isoexec.contracts.errors import InstallError
 from isoexec.contracts.schema import Contract
 
@@ -125,7 +125,7 @@ def _take(folder: str, path: str | None, dtype: str) -> Census:
             skip_tokenizer_init=True,
             max_model_len=64,
             max_num_seqs=2,
-            kv_cache_memory_bytes=32 << 20,
+            **sized_cache(32 << 20),
             enable_prefix_caching=False,
             enable_chunked_prefill=False,
         )

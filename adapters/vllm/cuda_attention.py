@@ -110,15 +110,19 @@ class IsoExecMetadataBuilder(AttentionMetadataBuilder[IsoExecMetadata]):
     @staticmethod
     def _filled(made: IsoExecMetadata, common: Any) -> IsoExecMetadata:
         refuse_unless(common.causal is True, _REGION, "causal attention", "another mask")
-        refuse_unless(
-            common.positions is not None,
-            _REGION,
-            "a position for each row in the step's metadata",
-            "none",
-            "run the V2 model runner: VLLM_USE_V2_MODEL_RUNNER must not be 0",
-        )
         requests = int(common.num_reqs)
-        made.position.copy_(common.positions[: made.tokens])
+        if common.positions is not None:
+            made.position.copy_(common.positions[: made.tokens])
+        else:
+            # what a drafting head adds by itself comes without: a row a request, the last one; behind them is padding
+            refuse_unless(
+                common.max_query_len == 1 and made.tokens <= requests,
+                _REGION,
+                "a position for each row in the step's metadata",
+                "none",
+                "run the V2 model runner: VLLM_USE_V2_MODEL_RUNNER must not be 0",
+            )
+            made.position.copy_(common.seq_lens[: made.tokens]).sub_(1).clamp_(min=0)
         made.plan.fill(
             common.query_start_loc[: requests + 1],
             common.seq_lens[:requests],

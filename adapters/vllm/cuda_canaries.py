@@ -6,14 +6,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from isoexec.adapters.vllm.cuda_attention import PAGES, IsoExecMetadataBuilder
+from isoexec.adapters.vllm.cuda_attention import PAGES, IsoExecMetadata, IsoExecMetadataBuilder
+from isoexec.kernels.canaries import Answer
 
-__all__ = ["attention", "logprobs"]
+__all__ = ["Attention", "logprobs"]
 
 LOGPROBS = "vllm.v1.worker.gpu.sample.logprob"
 CALLERS = (
@@ -23,74 +24,106 @@ CALLERS = (
 )
 
 
-def attention(layer: Any, kv_segment: int) -> tuple[dict[str, int], Callable[..., Tensor]]:
+class _Step(NamedTuple):
+    rows: slice
+    slots: Tensor
+    metadata: IsoExecMetadata
+
+
+class Attention:
     """A prompt in two chunks, three drafted rows and decoded tokens, past the first segment's end, in scattered blocks.
 
-    Metadata come from a builder as the engine's own do, those of the decoded tokens from one that a graph would hold.
+    As in the engine every layer is called with the steps' metadata, which are made once; the cache is each layer's own.
     """
-    impl = layer.impl
-    page = PAGES[0]
-    total = kv_segment + 3 * page + 5
-    sizes = {
-        "tokens": total,
-        "heads": int(impl.num_heads),
-        "kv_heads": int(impl.num_kv_heads),
-        "head_dim": int(impl.head_size),
-    }
 
-    def call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        q, k, v = q[0], k[0], v[0]
+    def __init__(self, kv_segment: int) -> None:
+        self._page = PAGES[0]
+        self._total = kv_segment + 3 * self._page + 5
+        self._made: list[_Step] = []
+
+    def of(self, layer: Any) -> tuple[dict[str, int], Callable[..., Tensor]]:
+        """The sizes of a layer's canary, and the call that puts it through the layer."""
+        impl = layer.impl
+        sizes = {
+            "tokens": self._total,
+            "heads": int(impl.num_heads),
+            "kv_heads": int(impl.num_kv_heads),
+            "head_dim": int(impl.head_size),
+        }
+
+        def call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            q, k, v = q[0], k[0], v[0]
+            blocks = -(-self._total // self._page)
+            cache = torch.zeros(blocks + 1, 2, self._page, *k.shape[1:], dtype=k.dtype, device=k.device)
+            out = torch.zeros_like(q)
+            kept, impl.scale = impl.scale, scale
+            try:
+                for rows, slots, metadata in self._steps(k.device):
+                    impl.do_kv_cache_update(layer, k[rows], v[rows], cache, slots)
+                    impl.forward(layer, q[rows], k[rows], v[rows], cache, metadata, out[rows])
+            finally:
+                impl.scale = kept
+            return out.unsqueeze(0)
+
+        return sizes, call
+
+    def _steps(self, device: torch.device) -> list[_Step]:
+        """Metadata come from a builder as the engine's own do, those of the decoded tokens from one that a graph would hold.
+
+        Each decoded token has a builder of its own, for what a graph holds is filled where it lies; the last one's is filled
+        again, as before a replay.
+        """
+        if self._made:
+            return self._made
+        total, page = self._total, self._page
         blocks = -(-total // page)
-        cache = torch.zeros(blocks + 1, 2, page, *k.shape[1:], dtype=k.dtype, device=k.device)
-        table = torch.arange(blocks, 0, -1, dtype=torch.int32, device=k.device)[
-            None
-        ]  # backwards, block 0 unused
-        at = torch.arange(total, device=k.device)
+        # backwards, block 0 unused
+        table = torch.arange(blocks, 0, -1, dtype=torch.int32, device=device)[None]
+        at = torch.arange(total, device=device)
         slots = table[0].long()[at // page] * page + at % page
-        spec = SimpleNamespace(block_size=page)
-        config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=total))
-        builder = IsoExecMetadataBuilder(spec, [], config, k.device)
-        out = torch.zeros_like(q)
-        kept, impl.scale = impl.scale, scale
-        try:
-            first = 0
-            for rows in (total // 2, total - total // 2 - 5, 3, 1, 1):
-                step = slice(first, first + rows)
-                first += rows
-                common = SimpleNamespace(
-                    num_reqs=1,
-                    num_actual_tokens=rows,
-                    max_query_len=rows,
-                    max_seq_len=first,
-                    query_start_loc=torch.tensor([0, rows], dtype=torch.int32, device=k.device),
-                    seq_lens=torch.tensor([first], dtype=torch.int32, device=k.device),
-                    block_table_tensor=table,
-                    positions=at[step],
-                    causal=True,
-                )
-                captured = builder.build_for_cudagraph_capture
-                metadata = captured(common) if rows == 1 else builder.build(0, common)
-                impl.do_kv_cache_update(layer, k[step], v[step], cache, slots[step])
-                impl.forward(layer, q[step], k[step], v[step], cache, metadata, out[step])
-        finally:
-            impl.scale = kept
-        return out.unsqueeze(0)
 
-    return sizes, call
+        def common(first: int, rows: int) -> SimpleNamespace:
+            return SimpleNamespace(
+                num_reqs=1,
+                num_actual_tokens=rows,
+                max_query_len=rows,
+                max_seq_len=first + rows,
+                query_start_loc=torch.tensor([0, rows], dtype=torch.int32, device=device),
+                seq_lens=torch.tensor([first + rows], dtype=torch.int32, device=device),
+                block_table_tensor=table,
+                positions=at[first : first + rows],
+                causal=True,
+            )
+
+        def builder() -> IsoExecMetadataBuilder:
+            config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=total))
+            return IsoExecMetadataBuilder(SimpleNamespace(block_size=page), [], config, device)
+
+        prompt, decoded, again = builder(), builder(), builder()
+        again.build_for_cudagraph_capture(common(total - 2, 1))
+        half = total // 2
+        metadata = {
+            (0, half): prompt.build(0, common(0, half)),
+            (half, total - 5): prompt.build(0, common(half, total - 5 - half)),
+            (total - 5, total - 2): prompt.build(0, common(total - 5, 3)),
+            (total - 2, total - 1): decoded.build_for_cudagraph_capture(common(total - 2, 1)),
+            (total - 1, total): again.build_for_cudagraph_capture(common(total - 1, 1)),
+        }
+        self._made = [_Step(slice(*of), slots[slice(*of)], made) for of, made in metadata.items()]
+        return self._made
 
 
-def logprobs(sampler: Any) -> Callable[..., Tensor]:
+def logprobs(sampler: Any) -> Callable[..., Answer]:
     """The engine's own function for a sampled token and the best ones, as the sampler and the prompt's worker call it."""
 
-    def call(logits: Tensor, target: Tensor) -> Tensor:
+    def call(logits: Tensor, target: Tensor) -> Answer:
         callers = dict.fromkeys((type(sampler).__module__, *CALLERS))
         found = [
             importlib.import_module(name).compute_topk_logprobs(logits.clone(), 1, target).logprobs
             for name in callers
         ]
         first = found[0]
-        if any(not torch.equal(first.view(torch.int32), one.view(torch.int32)) for one in found):
-            return first.new_zeros(())  # they differ: no digest of it can match
-        return first[:, 0].contiguous()
+        # where they differ no digest of it can match
+        return Answer.where_equal(first[:, 0], *((first, other) for other in found[1:]))
 
     return call

@@ -141,20 +141,15 @@ class IsoExecCUDAWorker(Worker, IsoExecExtension):
     def _isoexec_disagrees(self) -> str | None:
         """Where compiled code, which captured graphs hold, has other bits than the bound layers called one by one.
 
-        Both read the same rows; attention hands on its queries, and keeps what every layer gave it.
+        All read the same rows; attention hands on its queries, and keeps what every layer gave it.  The layers are called with
+        the most rows only: no bit of a row may depend on how many come with it, and where compiled code takes another provider
+        for few rows, it is held to that as well.
         """
         if self.vllm_config.compilation_config.mode in (None, CompilationMode.NONE):
             return None
-        for rows in _ROWS:
-            layered, compiled = self._isoexec_forward(rows, True), self._isoexec_forward(rows, False)
-            if len(layered) != len(compiled):
-                return f"compiled code calls {len(compiled)} attentions, the layers {len(layered)}"
-            for place, (one, other) in enumerate(zip(layered, compiled, strict=True)):
-                if not torch.equal(one.view(torch.int16), other.view(torch.int16)):
-                    count = int((one.view(torch.int16) != other.view(torch.int16)).sum())
-                    layer = f"attention {place}" if place < len(layered) - 1 else "the last layer"
-                    return f"compiled code differs from the layers in {count} elements before {layer}, {rows} rows"
-        return None
+        layered = self._isoexec_forward(max(_ROWS), True)
+        passes = [(rows, self._isoexec_forward(rows, False)) for rows in _ROWS]
+        return _disagreement(layered, passes)
 
     def _isoexec_forward(self, rows: int, layered: bool) -> list[Tensor]:
         """What reached each attention, [rows, width], then the hidden states."""
@@ -172,7 +167,28 @@ class IsoExecCUDAWorker(Worker, IsoExecExtension):
             hidden = model(input_ids=ids, positions=positions, inputs_embeds=None, intermediate_tensors=None)
         # beside the last layer's, those of others that a model which drafts asks for
         last, *others = hidden if isinstance(hidden, tuple) else (hidden,)
-        return [*seen, *(one.contiguous() for one in (others[0] if others else ())), last.contiguous()]
+        own = (*(others[0] if others else ()), last)
+        return [*seen, *(one.clone(memory_format=torch.contiguous_format) for one in own)]
+
+
+def _disagreement(layered: list[Tensor], passes: list[tuple[int, list[Tensor]]]) -> str | None:
+    """The first place in which a pass of so many rows has other bits than the first rows of ``layered``; one wait for all."""
+    counts, places = [], []
+    for rows, compiled in passes:
+        if len(layered) != len(compiled):
+            return f"compiled code hands on {len(compiled)} tensors, the layers {len(layered)}"
+        for place, (whole, other) in enumerate(zip(layered, compiled, strict=True)):
+            one = whole[:rows]
+            layer = f"attention {place}" if place < len(layered) - 1 else "the last layer"
+            if (one.shape, one.dtype) != (other.shape, other.dtype):
+                told = [f"{x.dtype} {list(x.shape)}" for x in (other, one)]
+                return f"compiled code gives {told[0]} before {layer}, the layers {told[1]}"
+            counts.append((one.view(torch.int16) != other.view(torch.int16)).sum())
+            places.append((layer, rows))
+    for count, (layer, rows) in zip(torch.stack(counts).tolist(), places, strict=True):
+        if count:
+            return f"compiled code differs from the layers in {count} elements before {layer}, {rows} rows"
+    return None
 
 
 @contextmanager

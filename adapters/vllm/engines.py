@@ -16,7 +16,7 @@ from typing import Any
 
 from isoexec.contracts.errors import InstallError
 
-__all__ = ["ENGINES", "Engine", "found_engine", "installed_version", "require_engine"]
+__all__ = ["ENGINES", "Engine", "found_engine", "installed_version", "require_engine", "sized_cache"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,3 +131,11 @@ def require_engine() -> tuple[Engine, str]:
         found=found or "no vLLM",
         fix="install a supported build, or run without ISOEXEC_CONTRACT to only monitor",
     )
+
+
+def sized_cache(size: int) -> dict[str, Any]:
+    """Engine arguments for a key-value cache of ``size`` bytes, beside whatever else is on the device.
+
+    The share of its memory is then looked at only before the model is loaded: that much has to be free.
+    """
+    return {"kv_cache_memory_bytes": size, "gpu_memory_utilization": 0.05}

@@ -184,6 +184,7 @@ def start(contract: str, folder: Path, eager: bool, drafts: int) -> Any:
     from vllm import LLM
 
     from isoexec.adapters.vllm.adapter import engine_args
+    from isoexec.adapters.vllm.engines import sized_cache
 
     args: dict[str, Any] = {
         "model": str(folder),
@@ -191,7 +192,7 @@ def start(contract: str, folder: Path, eager: bool, drafts: int) -> Any:
         "max_model_len": MOST,
         "max_num_batched_tokens": 2048,
         "max_num_seqs": 64,
-        "gpu_memory_utilization": 0.5,
+        **sized_cache(8 << 30),
         "skip_tokenizer_init": True,
         "seed": 0,
     }

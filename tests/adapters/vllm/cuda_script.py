@@ -25,11 +25,13 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 
 from isoexec.adapters.base import Binding, Enforcement, Plan, regions_of
-from isoexec.adapters.vllm import cuda, cuda_attention, cuda_worker, state
-from isoexec.contracts.errors import InstallError
+from isoexec.adapters.vllm import cuda, cuda_attention, cuda_canaries, cuda_worker, state
+from isoexec.contracts.errors import InstallError, IsoExecError
 from isoexec.contracts.schema import Contract
 from isoexec.contracts.schema import library as contracts
 from isoexec.kernels.attention.hopper import naive
+from isoexec.kernels.attention.hopper import ops as attention_ops
+from isoexec.kernels.canaries import canary as inputs
 from isoexec.kernels.rope.naive import table
 
 BF16 = torch.bfloat16
@@ -97,8 +99,10 @@ def attention() -> dict[str, Any]:
             causal=True,
         )
 
-    def step(rows: list[tuple[int, int, int]], pad: int = 0) -> Any:
+    def step(rows: list[tuple[int, int, int]], pad: int = 0, *, positions: bool = True) -> Any:
         said = common(rows, pad)
+        if not positions:
+            said.positions = None
         for r, first, n in rows:
             at = torch.arange(first, first + n)
             cache.write(r, at, drawn[r][1][at], drawn[r][2][at])
@@ -122,7 +126,12 @@ def attention() -> dict[str, Any]:
         step([(1, 7, 1), (0, 40, 24), (2, 0, 30)])  # a decode beside chunks
         step([(2, 30, 3), (0, 64, 3)])  # drafts, over a segment's end
         kept = [step([(1, 8 + i, 1), (0, 67 + i, 1), (2, 33 + i, 1)], 1) is captured for i in range(2)]
-        step([(0, 69, 4), (1, 10, 11)])
+        step([(1, 10, 1), (0, 69, 1)], 2, positions=False)  # a drafting head's own step
+        step([(0, 70, 3), (1, 11, 10)])
+        try:
+            step([(0, 70, 3)], positions=False)
+        except IsoExecError as error:
+            refused = str(error)
     after = [captured.position.data_ptr(), captured.plan.own.data_ptr(), captured.plan.spans.data_ptr()]
     differ = [
         int((a.view(torch.int16) != b.view(torch.int16)).sum()) for a, b in zip(wanted, got, strict=True)
@@ -133,6 +142,77 @@ def attention() -> dict[str, Any]:
         "kept": kept,
         "addresses": held == after,
         "keys": [list(key) for key in builder.kept],
+        "refused": refused,
+    }
+
+
+class Written(cuda_attention.IsoExecAttentionImpl):
+    """Writes its cache without the engine's op, which has no kernel here."""
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        del layer
+        page, row = slot_mapping // PAGE, slot_mapping % PAGE
+        kv_cache[page, 0, row], kv_cache[page, 1, row] = key, value
+
+
+def attention_canary() -> dict[str, Any]:
+    """Layers of other heads and scales through one canary's steps, against the specification; one of them is not faithful."""
+    canary = cuda_canaries.Attention(SEGMENT)
+    answers, plans = [], []
+
+    class Faulty(Written):
+        def forward(self, *given: Any, **more: Any) -> Tensor:
+            out = super().forward(*given, **more)
+            return out.mul_(1 if len(out) > 1 else 1.01)
+
+    kinds = ((Written, HEADS, KV), (Written, 4, 2), (Faulty, HEADS, KV), (Written, HEADS, KV))
+    holder: Any = attention_ops
+    made = holder.plan
+
+    def counted(**sizes: Any) -> Any:
+        plans.append(sizes)
+        return made(**sizes)
+
+    holder.plan = counted
+    with stand_in(), quickly():
+        for kind, heads, kv in kinds:
+            sizes, call = canary.of(SimpleNamespace(impl=kind(heads, D, 1.0, kv)))
+            given = inputs("attention.mma_segments/1", {}, dtype=BF16, sizes=sizes)
+            wanted = naive.attention(
+                given["q"][0], given["k"][0], given["v"][0], given["scale"], kv_segment=SEGMENT
+            )[0]
+            got = call(**given)[0]
+            answers.append((wanted.view(torch.int16) != got.view(torch.int16)).any(-1).any(-1))
+    holder.plan = made
+    steps = canary._made
+    return {
+        "differ": [answer.nonzero().flatten().tolist() for answer in answers],
+        "tokens": sizes["tokens"],
+        "rows": [step.metadata.tokens for step in steps],
+        "plans": len(plans),
+    }
+
+
+def compiled_code() -> dict[str, Any]:
+    """What is said of passes of compiled code beside the layers' own."""
+    g = torch.Generator().manual_seed(4)
+    layered = [torch.randn(19, width, generator=g).to(BF16) for width in (8, 8, 4)]
+
+    def passes(rows: int = 19, place: int = 0, row: int = 0) -> list[tuple[int, list[Tensor]]]:
+        found = [(n, [x[:n].clone() for x in layered]) for n in (1, 19)]
+        if rows < 19 or row:
+            dict(found)[rows][place].view(torch.int16)[row, 0] ^= 1
+        return found
+
+    say = cuda_worker._disagreement
+    return {
+        "same": say(layered, passes()),
+        "alone": say(layered, passes(1, 1)),
+        "last": say(layered, passes(19, 2, 18)),
+        "fewer": say(layered, [(1, [x[:1] for x in layered[1:]])]),
+        "shape": say(layered, [(1, layered)]),
     }
 
 
@@ -252,7 +332,8 @@ def main() -> None:
     found["windowed"] = refused(lambda: made(HEADS, D, 1.0, KV, None, 128))
     with set_current_vllm_config(VllmConfig()):
         found |= {"tables": tables(), "traced": traced()}
-    found |= {"attention": attention(), "logprobs": logprobs()}
+    found |= {"attention": attention(), "logprobs": logprobs(), "attention_canary": attention_canary()}
+    found["compiled"] = compiled_code()
     print(json.dumps(found))
 
 

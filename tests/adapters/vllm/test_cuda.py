@@ -194,6 +194,13 @@ def test_chunks_drafts_and_padded_decodes_in_pages_are_whole_sequences(found: di
     assert attention["elements"] > 10_000
 
 
+def test_rows_without_positions_are_refused_where_a_request_has_more_than_one(found: dict[str, Any]) -> None:
+    assert (
+        "attention: wanted a position for each row in the step's metadata, found none"
+        in found["attention"]["refused"]
+    )
+
+
 def test_what_a_graph_holds_is_filled_again_where_it_lies(found: dict[str, Any]) -> None:
     attention = found["attention"]
     assert attention["kept"] == [True, True]
@@ -203,3 +210,22 @@ def test_what_a_graph_holds_is_filled_again_where_it_lies(found: dict[str, Any])
 
 def test_logprobs_of_the_engines_function_are_the_contracts(found: dict[str, Any]) -> None:
     assert found["logprobs"] == {"shape": [3, 3], "equal": True}
+
+
+def test_every_layer_is_asked_with_the_steps_of_one_attention_canary(found: dict[str, Any]) -> None:
+    canary = found["attention_canary"]
+    last = canary["tokens"] - 1
+    assert canary["differ"] == [[], [], [last - 1, last], []]
+    assert canary["rows"] == [42, 38, 3, 1, 1]
+    assert canary["plans"] == len(canary["rows"])
+
+
+def test_compiled_code_is_held_to_the_layers_at_every_number_of_rows(found: dict[str, Any]) -> None:
+    said = found["compiled"]
+    assert said["same"] is None
+    assert said["alone"] == "compiled code differs from the layers in 1 elements before attention 1, 1 rows"
+    assert (
+        said["last"] == "compiled code differs from the layers in 1 elements before the last layer, 19 rows"
+    )
+    assert said["fewer"] == "compiled code hands on 2 tensors, the layers 3"
+    assert "torch.bfloat16 [19, 8] before attention 0, the layers torch.bfloat16 [1, 8]" in said["shape"]
