@@ -44,7 +44,7 @@ class Layout:
 
     ``trainer_ep`` is of a model with experts, whose slices take the tensor ranks that are left; 0 says nothing of it.
     ``random_weights`` are drawn by the trainer and given to an engine that begins with others (``load_format="dummy"``).
-    ``fused_attention`` is of a native trainer.
+    ``fused_attention`` is of a native trainer; ``scores_only`` of one whose weights stay, without gradients and optimizer state.
     ``transport`` is how weights travel: by a ``file``, or by ``handles`` of the trainer's memory on this host.
     """
 
@@ -63,6 +63,7 @@ class Layout:
     one_in: int = 1
     random_weights: bool = False
     fused_attention: bool = False
+    scores_only: bool = False
 
     def __str__(self) -> str:
         trainer = f"TP{self.trainer_tp}" + ("+SP" if self.sequence_parallel else "")
@@ -167,6 +168,7 @@ class Job:
                         "one_in": layout.one_in,
                         "random_weights": layout.random_weights,
                         "fused_attention": layout.fused_attention,
+                        "scores_only": layout.scores_only,
                     },
                 )
             )
@@ -323,39 +325,49 @@ class Job:
         return record
 
     def sync(self, *, step: int, watched: bool = True, load: bool = True) -> dict[str, float]:
-        """Publish the trainer's weights as the next version and load them into the engine; seconds of it and of the probes."""
+        """Publish the trainer's weights as the next version and load them into the engine; seconds of it and of the probes.
+
+        The trainer's ranks digest and attest while the engine loads, and what they still take when it has them is the probe's.
+        """
         version = self.version + 1
         start = time.perf_counter()
-        more = {"version": version, "step": step, "watched": watched}
-        if self.layout.transport == "handles":
-            published = call_all(self.trainers, "offer", **more)
+        handles = self.layout.transport == "handles"
+        if handles:
+            offered = call_all(self.trainers, "offer")[0]
         else:
-            published = call_all(self.trainers, "publish", str(self._weights), **more)
-        if load and self.layout.transport == "handles":
-            probe = self.engine.call("receive", published[0]["handles"], **more)
-            call_all(self.trainers, "withdraw")
+            call_all(self.trainers, "publish", str(self._weights))
+        watching = self.trainers if watched else []
+        for remote in watching:
+            remote.start("synced", version=version, step=step)
+        more = {"version": version, "step": step, "watched": watched}
+        if load and handles:
+            probe = self.engine.call("receive", offered, **more)
         elif load:
-            probe = self.engine.call(
-                "sync",
-                str(self._weights / "model.safetensors"),
-                **more,
-            )
+            probe = self.engine.call("sync", str(self._weights / "model.safetensors"), **more)
         else:
             probe = self.engine.call("attest", version=version, step=step)
+        loaded = time.perf_counter()
+        for remote in watching:
+            remote.finish("synced")
+        probe += time.perf_counter() - loaded
+        if handles:
+            call_all(self.trainers, "withdraw")
         self.version = version
-        probes = probe + max(p["probe"] for p in published)
-        return {"sync": time.perf_counter() - start - probes, "probe": probes}
+        return {"sync": time.perf_counter() - start - probe, "probe": probe}
 
     def _boundary(self, step: int) -> None:
         said = [text for text in call_all(self.trainers, "boundary", step) if text is not None]
         if said:
             raise Halted(step, said[0])
 
-    def allow_skip(self) -> dict[str, bool | None]:
-        """Take a census of both runtimes and let the trainer spare what it allows; gives whether each was clean."""
+    def allow_skip(self, *, engine: bool | None = None) -> dict[str, bool | None]:
+        """Take a census of both runtimes and let the trainer spare what it allows; gives whether each was clean.
+
+        An engine that compiles its steps can't be looked into: ``engine`` is then what the census of an eager one said.
+        """
         found = call_all(self.trainers, "census")
         trainer = None if any(one is None for one in found) else all(found)
-        census = {"engine": self.engine.call("census"), "trainer": trainer}
+        census = {"engine": self.engine.call("census") if engine is None else engine, "trainer": trainer}
         call_all(self.trainers, "allow_skip", census)
         return census
 

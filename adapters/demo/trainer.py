@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from isoexec.adapters.megatron.model import build
 from isoexec.adapters.megatron.training import Batch, Trainer, group_advantages
 from isoexec.adapters.megatron.watch import Watch
 from isoexec.adapters.megatron.weights import export_hf, pieces, save_hf, unwrap
-from isoexec.contracts.errors import HaltedError
+from isoexec.contracts.errors import HaltedError, IsoExecError
 from isoexec.contracts.schema import Contract
 from isoexec.probes.client import Client, ProbeSettings
 from isoexec.probes.skip import ScoreSkip, padded
@@ -58,10 +59,11 @@ class TrainerHost:
         one_in: int = 1,
         random_weights: bool = False,
         fused_attention: bool = False,
+        scores_only: bool = False,
     ) -> None:
         """``random_weights`` are drawn on the rank's device in place of a checkpoint's: ``model`` needs a config.json only.
 
-        ``fused_attention`` is of a trainer without a contract.
+        ``fused_attention`` is of a trainer without a contract. With ``scores_only`` there is no optimizer, and no `train`.
         """
         world = tp * pp * cp
         torch.set_num_threads(1)
@@ -99,7 +101,9 @@ class TrainerHost:
         if random_weights:
             _draw(self._model)
         self._microbatch = microbatch
-        self._trainer = Trainer(self._model, lr=lr, clip_grad=1.0, microbatch=microbatch)
+        self._trainer = (
+            None if scores_only else Trainer(self._model, lr=lr, clip_grad=1.0, microbatch=microbatch)
+        )
         self._watch = Watch(self._model, self._client, one_in=one_in)
         self._one_in = one_in
         self._skip: ScoreSkip | None = None
@@ -117,8 +121,9 @@ class TrainerHost:
 
     def boundary(self, step: int) -> str | None:
         """None to go on; what the halt says when the run is halted, every rank having saved a checkpoint."""
+        save = partial(self._trainer.save_checkpoint, self._checkpoint) if self._trainer else None
         try:
-            self._watch.boundary(step, checkpoint=lambda: self._trainer.save_checkpoint(self._checkpoint))
+            self._watch.boundary(step, checkpoint=save)
         except HaltedError as error:
             return str(error)
         return None
@@ -216,6 +221,10 @@ class TrainerHost:
         watched: bool,
     ) -> dict[str, float]:
         """One GRPO update on the sequences last scored; loss, gradient norm, start (unix seconds) and seconds."""
+        if self._trainer is None:
+            raise IsoExecError(
+                "train: wanted a trainer with an optimizer, found one made with scores_only=True"
+            )
         began = time.time()
         start = time.perf_counter()
         columns = torch.arange(self._tokens.shape[1], device=self._device).unsqueeze(0)
@@ -254,32 +263,23 @@ class TrainerHost:
             "probe": time.perf_counter() - trained,
         }
 
-    def publish(self, folder: str, *, version: int, step: int, watched: bool = True) -> dict[str, float]:
-        """Write the weights as ``version`` for the engine (rank 0), digest and attest; seconds of both."""
-        start = time.perf_counter()
+    def publish(self, folder: str) -> None:
+        """Write the weights for the engine (rank 0)."""
         save_hf(self._model, folder)
-        saved = time.perf_counter()
-        if watched:
-            self._watch.synced(version, step=step)
-        return {"sync": saved - start, "probe": time.perf_counter() - saved}
 
-    def offer(self, *, version: int, step: int, watched: bool = True) -> dict[str, Any]:
-        """Hold the weights out as ``version`` by handles (rank 0), digest and attest; seconds of both, and the handles.
+    def offer(self) -> list[list[Any]]:
+        """Hold the weights out to the engine by handles (rank 0): names and handles.
 
         They stay until the next call of `offer`, or until `withdraw`.
         """
-        start = time.perf_counter()
         named = [(name, *handle_of(t)) for name, t in export_hf(self._model, device=self._device).items()]
         self._offered = [t for _, t, _ in named]
         self._wait()
-        offered = time.perf_counter()
-        if watched:
-            self._watch.synced(version, step=step)
-        return {
-            "sync": offered - start,
-            "probe": time.perf_counter() - offered,
-            "handles": [[name, handle] for name, _, handle in named],
-        }
+        return [[name, handle] for name, _, handle in named]
+
+    def synced(self, *, version: int, step: int) -> None:
+        """Digest the weights as ``version`` and attest."""
+        self._watch.synced(version, step=step)
 
     def withdraw(self) -> None:
         """The engine has read what was offered."""

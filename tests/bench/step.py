@@ -52,6 +52,7 @@ from isoexec.adapters.demo.profiling import KINDS
 from isoexec.adapters.demo.services import Daemon
 from isoexec.adapters.demo.task import Task
 from isoexec.adapters.demo.tiny import make_qwen3, write_config
+from isoexec.adapters.vllm.engines import sized_cache
 from isoexec.contracts.errors import IsoExecError
 from isoexec.contracts.schema import library
 
@@ -155,21 +156,23 @@ class Bench:
                 engine={
                     **RAW,
                     "load_format": "dummy",
-                    "kv_cache_memory_bytes": int(args.kv_gib * GIB),
-                    # only looked at before the model is loaded, beside whatever else is on the GPU
-                    "gpu_memory_utilization": 0.05,
+                    **sized_cache(int(args.kv_gib * GIB)),
                     **(_profiler(self._folder(job)) if args.profile else {}),
                 },
             )
         return replace(plain, engine_env={"VLLM_BATCH_INVARIANT": "1"}) if job == "invariant" else plain
 
-    def open(self, job: str, task: Task) -> Job:
+    def open(self, job: str, task: Task, *, layout: Layout | None = None) -> Job:
         """Start a job's runtimes."""
+        return self._stack.enter_context(self._made(job, task, layout or self.layout(job)))
+
+    def _made(self, job: str, task: Task, layout: Layout, *, engine_model: Path | None = None) -> Job:
         self._opened += 1
-        made = Job(
+        return Job(
             run=f"bench-{job}-{self._opened}",
-            layout=self.layout(job),
+            layout=layout,
             model=self.model,
+            engine_model=engine_model,
             work=self.work,
             state_dir=self.daemon.state.path,
             contract=self.contract if job == "contract" else None,
@@ -177,8 +180,6 @@ class Bench:
             task=task,
             lr=_LR,
         )
-        self._stack.enter_context(made)
-        return made
 
     def close(self) -> None:
         """End every job's processes."""
@@ -190,9 +191,11 @@ class Bench:
         if name not in self._jobs:
             if not self.args.resident:
                 self.close()
+            skips = name == "contract" and "contract+skip" in self.args.sides
+            engine = self._eager_census() if skips and not self.args.tiny else None
             job = self._jobs[name] = self.open(name, self.task)
-            if name == "contract" and "contract+skip" in self.args.sides:
-                self.found["census"] = job.allow_skip()
+            if skips:
+                self.found["census"] = job.allow_skip(engine=engine)
             self._next[name] = 0
             self._step(job, name, skip=False)  # warms up
             if self.args.profile:
@@ -219,6 +222,13 @@ class Bench:
         made = (self.out / "profile" / name).resolve()
         made.mkdir(parents=True, exist_ok=True)
         return made
+
+    def _eager_census(self) -> bool:
+        """Of an engine like the contract's that does not compile its steps."""
+        layout = self.layout("contract")
+        eager = replace(layout, engine={**layout.engine, "enforce_eager": True})
+        with self._made("contract", self.task, eager, engine_model=self.model) as job:
+            return bool(job.engine.call("census"))
 
     def turn(self, side: str) -> None:
         """One turn of a side: a measured step, or as many as `--steps` says."""
@@ -292,7 +302,7 @@ def bits(bench: Bench, job: str) -> dict[str, Any]:
     task = replace(bench.task, prompts=most, group=1, prompt_lengths=(4, longest[0]), response=longest[1])
     found: dict[str, Any] = {"tokens": 0, "equal": 0, "sum_abs_d": 0.0, "max_abs_d": 0.0, "sequences": 0}
     budget = 4096 if args.tiny else 65536  # tokens a call
-    running = bench.open(job, task)
+    running = bench.open(job, task, layout=replace(bench.layout(job), scores_only=True))
     rng = np.random.default_rng(7)
     for number, (prompts, lengths) in enumerate(_cycle(rng, args)):
         if found["tokens"] >= args.bits or (bench.left < 20 and found["tokens"]):
