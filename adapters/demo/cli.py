@@ -175,7 +175,11 @@ def _grpo(stage: Stage, args: argparse.Namespace, phases: Sequence[str]) -> list
         )
     if "fault" in phases:
         fault = FAULTS[args.fault]
-        layout = Layout(engine_tp=engine_tp, trainer_tp=args.trainer_tp or fault.trainer_tp, dtype=args.dtype)
+        layout = Layout(
+            engine_tp=args.engine_tp or fault.engine_tp,
+            trainer_tp=args.trainer_tp or fault.trainer_tp,
+            dtype=args.dtype,
+        )
         results.append(fault_phase(stage, fault, layout, steps=max(4, steps // 2), regime=args.regime))
     return results
 

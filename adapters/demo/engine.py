@@ -167,9 +167,10 @@ class EngineHost:
         """Fault: the engine says that its prefix cache was reset, and it was not."""
         self._llm.reset_prefix_cache = lambda *_, **__: True
 
-    def replace_norm(self) -> list[str]:
-        """Fault: bind the engine's own norm again in one layer of every worker."""
-        return [str(n) for n in self._llm.collective_rpc("demo_replace_norm", timeout=60.0)]
+    def replace_norm(self, rank: int | None = None) -> list[str]:
+        """Fault: bind the engine's own norm again in one layer of every worker, or of the one of ``rank``; names of layers."""
+        found = self._llm.collective_rpc("demo_replace_norm", timeout=60.0, args=(rank,))
+        return [name for name in found if name is not None]
 
     def silence(self) -> None:
         """Fault: the engine's probe says nothing any more, while the engine goes on."""

@@ -22,6 +22,7 @@ class Fault:
     rules: tuple[str, ...]
     outcome: str
     alert: str
+    engine_tp: int = 1
     trainer_tp: int = 1
 
 
@@ -42,6 +43,14 @@ FAULTS: dict[str, Fault] = {
             rules=("kernel_replaced", "canary"),
             outcome="violation",
             alert="IsoexecKernelReplaced",
+        ),
+        Fault(
+            name="one-rank",
+            what="one layer of the engine's last rank alone is bound to the engine's own norm again",
+            rules=("kernel_replaced", "canary"),
+            outcome="violation",
+            alert="IsoexecKernelReplaced",
+            engine_tp=2,
         ),
         Fault(
             name="digest",
@@ -111,8 +120,15 @@ class FaultExtension:
 
     model_runner: Any
 
-    def demo_replace_norm(self) -> str:
-        """Bind the engine's own RMSNorm in the first layer: what another plugin, or a dispatch change, would do."""
+    rank: int
+
+    def demo_replace_norm(self, rank: int | None = None) -> str | None:
+        """Bind the engine's own RMSNorm in the first layer: what another plugin, or a dispatch change, would do.
+
+        With ``rank``, in that worker alone; the others give None.
+        """
+        if rank not in (None, self.rank):
+            return None
         from vllm.model_executor.layers.layernorm import RMSNorm
 
         for name, module in self.model_runner.get_model().named_modules():

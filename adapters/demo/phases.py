@@ -185,8 +185,9 @@ def _run_until_halted(stage: Stage, job: Job, fault: Fault, result: PhaseResult,
                 temperature = _FAULTY_TEMPERATURE
             elif planted and fault.name == "topology":
                 before_sync = lambda: [t.call("rebuild_groups") for t in job.trainers]  # noqa: E731
-            elif planted and fault.name == "kernel":
-                before_sync = lambda: job.engine.call("replace_norm")  # noqa: E731
+            elif planted and fault.name in ("kernel", "one-rank"):
+                rank = job.layout.engine_tp - 1 if fault.name == "one-rank" else None
+                before_sync = lambda rank=rank: job.engine.call("replace_norm", rank)  # noqa: E731
             elif planted and fault.name == "kept-cache":
                 job.engine.call("keep_cache")
             elif planted and fault.name == "stale-weights":

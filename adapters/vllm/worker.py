@@ -191,7 +191,7 @@ class IsoExecExtension:
             told_here = told(mine) if plan is not None and plan.installs(region) else None
             changes = [c for c in changes if c not in mine]
             served = [f"{name}: {described(bound)}" for name, bound in here]
-            split = self._isoexec_disagreement([*served, told_here or ""])
+            split = self._isoexec_disagreement([*served, told_here or "what was installed"])
             names = ", ".join(sorted({described(bound) for _, bound in here})) or "nothing"
             if here or split or region in planned:
                 report = self._isoexec_region(region, here, names, split, region in planned)
@@ -201,7 +201,7 @@ class IsoExecExtension:
         return reports, changes
 
     def _isoexec_disagreement(self, served: list[str]) -> str | None:
-        """What another rank binds instead: a canary that one rank answers alone would wait for ever."""
+        """Which rank binds something else than most: a canary that one rank answers alone would wait for ever."""
         from vllm.distributed import get_tp_group
 
         group = get_tp_group()
@@ -209,12 +209,14 @@ class IsoExecExtension:
             return None
         every: list[Any] = [None] * group.world_size
         dist.all_gather_object(every, served, group=group.cpu_group)
-        for rank, other in enumerate(every):
-            if other != every[0]:
-                both = zip_longest(every[0], other, fillvalue="nothing")
-                first, theirs = next(pair for pair in both if pair[0] != pair[1])
-                return f"the ranks bind different objects: rank 0 has {first}, rank {rank} has {theirs}"
-        return None
+        common = max(every, key=every.count)
+        odd = [rank for rank, other in enumerate(every) if other != common]
+        if not odd:
+            return None
+        both = zip_longest(common, every[odd[0]], fillvalue="nothing")
+        ours, theirs = next(pair for pair in both if pair[0] != pair[1])
+        also = f", and other ranks differ: {', '.join(map(str, odd[1:]))}" if odd[1:] else ""
+        return f"the ranks bind different objects: rank {every.index(common)} has {ours}, rank {odd[0]} has {theirs}{also}"
 
     def _isoexec_region(
         self, region: str, objects: list[tuple[str, Any]], names: str, split: str | None, planned: bool

@@ -14,8 +14,9 @@ least N sampled tokens, prompts of 16 to 4096, responses to 2048, batches of 1 t
 natively and under the contract.
 
 `--faults kernel,stale-weights,kept-cache,claim` breaks a promise a time, as `isoexec demo --fault` does: a kernel is replaced,
-a sync is missed, a prefix cache outlives one, or the trainer's degree is outside the claim (`topology`, live, wants `--trainer-
-tp 2`). Each must be caught by its rule and the job halted, or refused before it samples; anything else is a failure.
+a sync is missed, a prefix cache outlives one, or the trainer's degree is outside the claim; `topology`, a live degree, wants
+`--trainer-tp 2`, and `one-rank`, a kernel of the engine's last rank alone, `--engine-tp 2`. Each must be caught by its rule and
+the job halted, or refused before it samples; anything else is a failure.
 
 Results are written after each turn to step.json and step.md in $OUT (or `--out`). A side that fails is named there with its
 error, and the exit status is 1.
@@ -32,22 +33,30 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 if importlib.util.find_spec("isoexec") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".src"))
 
+from sampled import (  # type: ignore[import-not-found]  # beside this script
+    LONGEST,
+    MODELS,
+    MOST,
+    TINY,
+    Tally,
+    batches,
+    scored,
+)
+
 from isoexec.adapters.demo.faults import FAULTS, edited_contract
-from isoexec.adapters.demo.job import Halted, Job, Layout, pad
+from isoexec.adapters.demo.job import Halted, Job, Layout
 from isoexec.adapters.demo.phases import Stage, fault_phase
-from isoexec.adapters.demo.processes import RemoteError, call_all
+from isoexec.adapters.demo.processes import RemoteError
 from isoexec.adapters.demo.profiling import KINDS
 from isoexec.adapters.demo.services import Daemon
 from isoexec.adapters.demo.task import Task
@@ -56,30 +65,12 @@ from isoexec.adapters.vllm.engines import sized_cache
 from isoexec.contracts.errors import IsoExecError
 from isoexec.contracts.schema import library
 
-__all__ = ["Bench", "bits", "main", "markdown"]
+__all__ = ["Bench", "bits", "main", "markdown", "medians"]
 
 GIB = 1 << 30
 SIDES = ("native", "contract", "contract+skip", "invariant")
 PARTS = ("generation", "score", "train", "sync", "probe", "step")
-# name: what `write_config` takes, and the contract's stem
-MODELS: dict[str, tuple[dict[str, Any], str]] = {
-    "qwen3-0.6b": (
-        {"layers": 28, "hidden": 1024, "ffn": 3072, "heads": 16, "kv_heads": 8, "head_dim": 128,
-         "vocab": 151936, "theta": 1e6, "tied": True},
-        "qwen3-dense",
-    ),
-    "qwen3-8b": (
-        {"layers": 36, "hidden": 4096, "ffn": 12288, "heads": 32, "kv_heads": 8, "head_dim": 128,
-         "vocab": 151936, "theta": 1e6},
-        "qwen3-dense",
-    ),
-    "mimo-7b": (
-        {"layers": 36, "hidden": 4096, "ffn": 11008, "heads": 32, "kv_heads": 8, "head_dim": 128,
-         "vocab": 151680, "theta": 640000.0, "mimo": True},
-        "mimo-dense",
-    ),
-}  # fmt: skip
-_FAULTS = ("kernel", "stale-weights", "kept-cache", "claim", "topology")
+_FAULTS = ("kernel", "one-rank", "stale-weights", "kept-cache", "claim", "topology")
 _LR = 1e-6  # no step may move random weights to where logits have no numbers
 _PROVING = 5  # steps, at most, until the skip may begin; in later turns its first one
 RAW = {"logprobs_mode": "raw_logprobs"}  # at temperature 1 the same numbers, and the engine's default
@@ -111,7 +102,7 @@ class Bench:
             "faults": {},
         }
         if args.tiny:
-            self.model, stem = make_qwen3(work / "model", seed=20), "qwen3-dense"
+            self.model, stem = make_qwen3(work / "model", seed=20, **TINY), "qwen3-dense"
         else:
             sizes, stem = MODELS[args.model]
             sizes = {**sizes, **({"layers": args.layers} if args.layers else {})}
@@ -122,7 +113,7 @@ class Bench:
             write_config(self.model, **sizes, max_positions=8192, dtype=torch.bfloat16)
         self.contract = library(f"{stem}-{'cpu' if args.tiny else 'sm90'}")
         self.task = Task(
-            vocab=512 if args.tiny else sizes["vocab"],
+            vocab=TINY["vocab"] if args.tiny else sizes["vocab"],
             prompts=args.prompts,
             group=args.group,
             prompt_lengths=(args.prompt[0], args.prompt[1]),
@@ -140,17 +131,19 @@ class Bench:
     def layout(self, job: str) -> Layout:
         """How a job's runtimes are laid out on this machine."""
         args = self.args
-        if args.tiny:
-            plain = Layout(engine=RAW, one_in=args.one_in, transport=args.transport)
-        else:
-            plain = Layout(
-                engine_tp=args.engine_tp,
-                trainer_tp=args.trainer_tp,
-                sequence_parallel=args.sequence_parallel,
+        plain = Layout(
+            engine_tp=args.engine_tp,
+            trainer_tp=args.trainer_tp,
+            sequence_parallel=args.sequence_parallel,
+            one_in=args.one_in,
+            transport=args.transport,
+            engine=RAW,
+        )
+        if not args.tiny:
+            plain = replace(
+                plain,
                 gpu=True,
                 microbatch=args.microbatch,
-                one_in=args.one_in,
-                transport=args.transport,
                 random_weights=True,
                 fused_attention=not args.unfused,
                 engine={
@@ -275,56 +268,35 @@ class Bench:
         (self.out / "step.md").write_text(markdown(self.found))
 
 
-def _cycle(rng: np.random.Generator, args: argparse.Namespace) -> Iterator[tuple[list[list[int]], list[int]]]:
-    """Batches of mixed size; prompts and responses of mixed lengths, evenly over their logarithm."""
-    batches = (1, 3, 8) if args.tiny else (1, 256, 8, 32, 2, 128, 64)
-    low, high, longest = (4, 60, 40) if args.tiny else (16, 4096, 2048)
-    vocab = 512 if args.tiny else MODELS[args.model][0]["vocab"]
-
-    def lengths(count: int, a: int, b: int) -> list[int]:
-        return [int(x) for x in np.exp(rng.uniform(np.log(a), np.log(b + 1), count)).clip(a, b)]
-
-    first = True
-    while True:
-        for size in batches:
-            prompts, responses = lengths(size, low, high), lengths(size, 16, longest)
-            if first and size > 1:  # both ends are there in any case
-                prompts[:2], responses[:2], first = [low, high], [longest, 16], False
-            yield [rng.integers(3, vocab, n).tolist() for n in prompts], responses
-
-
 def bits(bench: Bench, job: str) -> dict[str, Any]:
     """Sample at least `--bits` tokens in a job and compare each with the trainer's score, as integers."""
     args = bench.args
-    longest = (60, 40) if args.tiny else (4096, 2048)
+    prompt, response = LONGEST[args.tiny]
     # the longest batch decides how much the engine takes at once
-    most = 8 if args.tiny else 256
-    task = replace(bench.task, prompts=most, group=1, prompt_lengths=(4, longest[0]), response=longest[1])
-    found: dict[str, Any] = {"tokens": 0, "equal": 0, "sum_abs_d": 0.0, "max_abs_d": 0.0, "sequences": 0}
-    budget = 4096 if args.tiny else 65536  # tokens a call
+    task = replace(
+        bench.task, prompts=MOST[args.tiny], group=1, prompt_lengths=(4, prompt), response=response
+    )
+    tally = Tally()
     running = bench.open(job, task, layout=replace(bench.layout(job), scores_only=True))
-    rng = np.random.default_rng(7)
-    for number, (prompts, lengths) in enumerate(_cycle(rng, args)):
-        if found["tokens"] >= args.bits or (bench.left < 20 and found["tokens"]):
+    for number, (prompts, lengths) in enumerate(batches(bench.task.vocab, tiny=args.tiny)):
+        if tally.tokens >= args.bits or (bench.left < 20 and tally.tokens):
             break
         rollout = running.engine.call(
             "generate", prompts, step=number, version=running.version, length=lengths, watched=False, logprobs=True,
             seed=number if running.layout.gpu else 0,
         )  # fmt: skip
-        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(rollout["responses"][i]))
-        while by_length:
-            width = len(prompts[by_length[-1]]) + len(rollout["responses"][by_length[-1]])
-            part = [by_length.pop() for _ in range(min(len(by_length), max(1, budget // int(width))))]
-            tokens, first, ends = pad([prompts[i] for i in part], [rollout["responses"][i] for i in part])
-            (scored, *_) = call_all(
-                running.trainers, "score", tokens, first, ends, step=number, version=running.version,
-                watched=False, answer=True,
-            )  # fmt: skip
-            for i, own in zip(part, scored["logprobs"], strict=True):
-                _compare(found, rollout["logprobs"][i], own)
+        own = scored(
+            running.trainers,
+            prompts,
+            rollout["responses"],
+            tiny=args.tiny,
+            step=number,
+            version=running.version,
+        )
+        for theirs, ours in zip(rollout["logprobs"], own, strict=True):
+            tally.add(theirs, ours)
     bench.close()
-    compared = max(found["tokens"], 1)
-    return found | {"share": found["equal"] / compared, "mean_abs_d": found.pop("sum_abs_d") / compared}
+    return tally.result()
 
 
 def fault(bench: Bench, name: str) -> dict[str, Any]:
@@ -352,20 +324,6 @@ def fault(bench: Bench, name: str) -> dict[str, Any]:
         return {"verdict": "refused", "cause": str(error), "lines": ["refused before a token was sampled"]}
 
 
-def _compare(found: dict[str, Any], rollout: Any, trainer: Any) -> None:
-    if rollout.dtype != np.float32 or trainer.dtype != np.float32 or rollout.shape != trainer.shape:
-        raise IsoExecError(
-            f"wanted float32 of one shape, found {rollout.dtype} {rollout.shape} and {trainer.dtype} {trainer.shape}"
-        )
-    same = (rollout.view(np.int32) == trainer.view(np.int32)) & np.isfinite(rollout)
-    d = np.abs(trainer.astype(np.float64) - rollout.astype(np.float64))
-    found["sequences"] += 1
-    found["tokens"] += len(rollout)
-    found["equal"] += int(same.sum())
-    found["sum_abs_d"] += float(d.sum())
-    found["max_abs_d"] = max(found["max_abs_d"], float(d.max(initial=0.0)))
-
-
 def markdown(found: dict[str, Any]) -> str:
     """The tables: medians of a side's steps."""
     lines = [
@@ -378,7 +336,7 @@ def markdown(found: dict[str, Any]) -> str:
         + " | x native | tokens/s sampled | tokens/s step | scored | trainer | engine |",
         "|---|" + "---|" * (len(PARTS) + 7),
     ]
-    native = _medians(found["sides"].get("native", {}).get("steps", []))
+    native = medians(found["sides"].get("native", {}).get("steps", []))
     notes = []
     for side, entry in found["sides"].items():
         if entry["absent"] is not None:
@@ -387,7 +345,7 @@ def markdown(found: dict[str, Any]) -> str:
         if not steps:
             lines.append(f"| {side} | 0 |" + " - |" * (len(PARTS) + 6))
             continue
-        m = _medians(steps)
+        m = medians(steps)
         over = f"{m['step'] / native['step']:.3f}" if native else "-"
         shown = " | ".join(f"{m[part]:.3f}" for part in PARTS)
         lines.append(
@@ -420,7 +378,8 @@ def markdown(found: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *notes, ""])
 
 
-def _medians(steps: list[dict[str, Any]]) -> dict[str, float]:
+def medians(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Medians of each part's seconds, of tokens and of scored sequences; the most bytes of memory. Empty without a step."""
     if not steps:
         return {}
     out = {part: median(row["seconds"][part] for row in steps) for part in PARTS}
