@@ -238,13 +238,13 @@ def make_qwen3_moe(
     return folder
 
 
-def make_mimo(path: Path | str, *, seed: int, drafts: bool = True) -> Path:
-    """Write a dense MiMo checkpoint of `make_qwen3`'s sizes to folder ``path``; return it.
+def make_mimo(path: Path | str, *, seed: int, drafts: bool = True, hidden: int = 128, **sizes: int) -> Path:
+    """Write a dense MiMo checkpoint to folder ``path``; return it. ``sizes`` are `qwen3_weights`'s, and its defaults too.
 
     ``drafts`` adds a layer for multi-token prediction, as published checkpoints have one: no logprob depends on it.
     """
     folder = _folder(path)
-    weights = qwen3_weights(seed=seed, mimo=True)
+    weights = qwen3_weights(seed=seed, mimo=True, hidden=hidden, **sizes)
     if drafts:
         at = "model.mtp_layers.0."
         weights |= {
@@ -252,7 +252,7 @@ def make_mimo(path: Path | str, *, seed: int, drafts: bool = True) -> Path:
             for name, tensor in weights.items()
             if name.startswith("model.layers.0.")
         }
-        weights[f"{at}input_proj.weight"] = torch.zeros(128, 256)
+        weights[f"{at}input_proj.weight"] = torch.zeros(hidden, 2 * hidden)
     save_weights(folder / WEIGHTS, weights)
-    write_config(folder, theta=640000.0, mimo=True, drafts=drafts)
+    write_config(folder, theta=640000.0, mimo=True, drafts=drafts, hidden=hidden, **sizes)
     return folder
