@@ -42,6 +42,7 @@ class Halted(Exception):  # noqa: N818 - it is how a job ends, not a failure of 
 class Layout:
     """How the job's two runtimes are laid out; ``engine`` holds further vLLM arguments, ``engine_env`` variables of its process.
 
+    ``trainer_dp`` replicas of the trainer share rows out; ``as_replicas=2`` lets one replica sum gradients as two do.
     ``trainer_ep`` is of a model with experts, whose slices take the tensor ranks that are left; 0 says nothing of it.
     ``random_weights`` are drawn by the trainer and given to an engine that begins with others (``load_format="dummy"``).
     ``fused_attention`` is of a native trainer; ``scores_only`` of one whose weights stay, without gradients and optimizer state.
@@ -52,7 +53,9 @@ class Layout:
     trainer_tp: int = 1
     trainer_pp: int = 1
     trainer_cp: int = 1
+    trainer_dp: int = 1
     trainer_ep: int = 0
+    as_replicas: int = 1
     sequence_parallel: bool = False
     dtype: str = "bfloat16"
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -68,6 +71,7 @@ class Layout:
     def __str__(self) -> str:
         trainer = f"TP{self.trainer_tp}" + ("+SP" if self.sequence_parallel else "")
         trainer += f"+PP{self.trainer_pp}" if self.trainer_pp > 1 else ""
+        trainer += f"+DP{self.trainer_dp}" if self.trainer_dp > 1 else ""
         trainer += f"+EP{self.trainer_ep}" if self.trainer_ep > 1 else ""
         whole = f"+EP{self.engine_tp}" if self.engine.get("enable_expert_parallel") else ""
         return f"TP{self.engine_tp}{whole} x {trainer}"
@@ -143,7 +147,7 @@ class Job:
             env["ISOEXEC_CONTRACT"] = str(self._contract)
         store = self._work / "store"
         store.unlink(missing_ok=True)
-        ranks = layout.trainer_tp * layout.trainer_pp * layout.trainer_cp
+        ranks = layout.trainer_tp * layout.trainer_pp * layout.trainer_cp * layout.trainer_dp
         for rank in range(0 if self._engine_model else ranks):
             self.trainers.append(
                 Remote(
@@ -156,6 +160,8 @@ class Job:
                         "tp": layout.trainer_tp,
                         "pp": layout.trainer_pp,
                         "cp": layout.trainer_cp,
+                        "dp": layout.trainer_dp,
+                        "as_replicas": layout.as_replicas,
                         "ep": layout.trainer_ep,
                         "sequence_parallel": layout.sequence_parallel,
                         "model": str(self._model),

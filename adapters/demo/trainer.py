@@ -26,6 +26,7 @@ from isoexec.adapters.demo.memory import peak_bytes, reset_peak
 from isoexec.adapters.handles import handle_of
 from isoexec.adapters.megatron.logprobs import score
 from isoexec.adapters.megatron.model import build
+from isoexec.adapters.megatron.replicas import gather_shares, share
 from isoexec.adapters.megatron.training import Batch, Trainer, group_advantages
 from isoexec.adapters.megatron.watch import Watch
 from isoexec.adapters.megatron.weights import export_hf, pieces, save_hf, unwrap
@@ -54,7 +55,9 @@ class TrainerHost:
         checkpoint: str,
         lr: float,
         cp: int = 1,
+        dp: int = 1,
         ep: int = 0,
+        as_replicas: int = 1,
         microbatch: int = 32,
         one_in: int = 1,
         random_weights: bool = False,
@@ -63,9 +66,10 @@ class TrainerHost:
     ) -> None:
         """``random_weights`` are drawn on the rank's device in place of a checkpoint's: ``model`` needs a config.json only.
 
-        ``fused_attention`` is of a trainer without a contract. With ``scores_only`` there is no optimizer, and no `train`.
+        ``dp`` replicas share rows out, and every rank has the whole result. ``fused_attention`` is of a trainer without a
+        contract. With ``scores_only`` there is no optimizer, and no `train`.
         """
-        world = tp * pp * cp
+        world = tp * pp * cp * dp
         torch.set_num_threads(1)
         self._rank = rank
         self._checkpoint = Path(checkpoint)
@@ -101,9 +105,11 @@ class TrainerHost:
         if random_weights:
             _draw(self._model)
         self._microbatch = microbatch
-        self._trainer = (
-            None if scores_only else Trainer(self._model, lr=lr, clip_grad=1.0, microbatch=microbatch)
-        )
+        self._trainer: Trainer | None = None
+        if not scores_only:
+            self._trainer = Trainer(
+                self._model, lr=lr, clip_grad=1.0, microbatch=microbatch, as_replicas=as_replicas
+            )
         self._watch = Watch(self._model, self._client, one_in=one_in)
         self._one_in = one_in
         self._skip: ScoreSkip | None = None
@@ -172,17 +178,12 @@ class TrainerHost:
             self._old = torch.from_numpy(whole).to(self._device)
         self._wait()
         scored = time.perf_counter()
-        if watched:
-            self._watch.record(
-                "trainer_score",
-                self._tokens[rows],
-                found,
-                [prompt_lengths[i] for i in rows],
-                [lengths[i] for i in rows],
-                step=step,
-                weight_version=version,
-            )
         self._prompts, self._lengths = list(prompt_lengths), list(lengths)
+        if watched:
+            mine = self._share(len(rows))
+            self._record(
+                "trainer_score", rows[mine.start : mine.stop], found[mine.start : mine.stop], step, version
+            )
         out: dict[str, Any] = {
             "score": scored - start,
             "probe": time.perf_counter() - scored,
@@ -195,7 +196,33 @@ class TrainerHost:
         return out
 
     def _scored(self, rows: list[int]) -> torch.Tensor:
-        return score(self._model, self._tokens[rows], microbatch=self._microbatch)
+        """fp32 [rows, L] on every rank, each replica having scored its share."""
+        mine = self._share(len(rows))
+        tokens = self._tokens[rows[mine.start : mine.stop]]
+        if len(mine):
+            found = score(self._model, tokens, microbatch=self._microbatch)
+        else:  # fewer rows than replicas
+            found = torch.empty(tokens.shape, dtype=torch.float32, device=self._device)
+        return gather_shares(found, len(rows), self._model.pg_collection.dp)
+
+    def _share(self, n: int) -> range:
+        group = self._model.pg_collection.dp
+        return share(n, group.size(), group.rank())
+
+    def _record(
+        self, case: str, rows: Sequence[int], logprobs: torch.Tensor, step: int, version: int
+    ) -> None:
+        """Send what this replica computed: ``logprobs`` [len(rows), L] of those rows of the batch."""
+        if rows:
+            self._watch.record(
+                case,
+                self._tokens[list(rows)],
+                logprobs,
+                [self._prompts[i] for i in rows],
+                [self._lengths[i] for i in rows],
+                step=step,
+                weight_version=version,
+            )
 
     def _responses(
         self,
@@ -246,15 +273,8 @@ class TrainerHost:
             own = self._responses(result.logprobs, every, self._prompts, self._lengths)
             self._skip.check(self._rollout, own, step=step)
         if watched:
-            self._watch.record(
-                "trainer_fwd",
-                self._tokens,
-                result.logprobs,
-                self._prompts,
-                self._lengths,
-                step=step,
-                weight_version=version,
-            )
+            mine = self._trainer.own_rows(len(self._lengths))
+            self._record("trainer_fwd", mine, result.logprobs[mine.start : mine.stop], step, version)
         return {
             "loss": result.loss,
             "grad_norm": result.grad_norm,

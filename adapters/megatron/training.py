@@ -2,7 +2,8 @@
 """A GRPO step on real Megatron: pipeline schedule, DDP with fp32 gradients, mixed-precision Adam, clipping on, checkpoints.
 
 Every reduction of the loss runs over one microbatch's [rows, length] tensor, which each rank holds whole, so the loss does not
-depend on how the model is laid out.
+depend on how the model is laid out.  It alone divides by the tokens; the schedule and DDP only sum.
+Data-parallel replicas compute contiguous runs of microbatches; one replica has their bits with ``as_replicas=2``.
 """
 
 from __future__ import annotations
@@ -10,21 +11,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from isoexec.adapters.megatron.clipping import leaves
 from isoexec.adapters.megatron.logprobs import (
     align,
     from_last_stage,
@@ -32,6 +32,7 @@ from isoexec.adapters.megatron.logprobs import (
     output_processor,
     sequence_multiple,
 )
+from isoexec.adapters.megatron.replicas import RunSums, gather_shares, runs_of, same_everywhere, share
 from isoexec.adapters.megatron.slots import topology_of
 from isoexec.adapters.megatron.weights import unwrap
 from isoexec.contracts.errors import InstallError, IsoExecError
@@ -45,7 +46,7 @@ class CheckpointError(IsoExecError):
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One training batch, the same on every rank of the model.
+    """One training batch, the same on every rank of every replica.
 
     tokens [n, L] int64, padded on the right; mask [n, L] bool, True for the response tokens to learn from; advantages [n] fp32;
     old_logprobs [n, L] fp32, aligned with tokens (the rollout's, or the trainer's own scores).
@@ -85,7 +86,12 @@ def grpo_loss(
 
 
 class Trainer:
-    """Owns the wrapped model and the optimizer of one run; data parallelism is left to the caller's framework (DP = 1)."""
+    """Owns the wrapped model and the optimizer of one run, of one data-parallel replica or of two (DP 1, DP 2).
+
+    ``as_replicas`` (1 or 2) sums gradients in the order of so many replicas, so that DP 1 ends in the bits of DP 2; under DP 2 it
+    is always 2.  One replica with 2 holds a second buffer of the gradients' size during a step.  Raises InstallError for other
+    degrees, for experts that replicas share out, and for a model with an auxiliary loss.
+    """
 
     def __init__(
         self,
@@ -98,18 +104,14 @@ class Trainer:
         ratio_clip: tuple[float, float] = (0.2, 0.2),
         microbatch: int = 8,
         distributed_optimizer: bool = False,
+        as_replicas: int = 1,
     ) -> None:
         self.model = unwrap(model)
         config = self.model.config
-        groups = self.model.pg_collection
-        if groups.dp.size() != 1:
-            raise InstallError(
-                region="trainer",
-                wanted="DP 1",
-                found=f"DP {groups.dp.size()}",
-                fix="start tp * pp ranks for this Trainer",
-            )
+        self._runs = runs_of(self.model, as_replicas)
+        self._dp = self.model.pg_collection.dp
         self.microbatch, self.ratio_clip, self.step = microbatch, ratio_clip, 0
+        config.calculate_per_token_loss = True  # DDP reads it as it is made, the schedule at each step
         half = config.params_dtype is torch.bfloat16
         wrapped = Float16Module(config, self.model) if half else self.model
         self.ddp = DistributedDataParallel(
@@ -136,20 +138,33 @@ class Trainer:
             [self.ddp],
             use_gloo_process_groups=False,
         )
-        config.finalize_model_grads_func = finalize_model_grads
+        self._sums = RunSums(self.ddp)
+        config.finalize_model_grads_func = self._sums
         config.grad_scale_func = self.optimizer.scale_loss
         adapter = getattr(self.model, "isoexec_adapter", None)
         if adapter is not None:
             adapter.bind_optimizer(self.optimizer)
 
-    def train_step(self, batch: Batch) -> StepResult:
-        """One optimizer step; every rank of the model calls it with the same batch.
+    def own_rows(self, n: int) -> range:
+        """Which of ``n`` rows this replica computes in `train_step`; the last replica's may be fewer, or none."""
+        size, runs = self._cut(n)
+        mine = share(runs, self._dp.size(), self._dp.rank())
+        return range(n)[mine.start * size : mine.stop * size]
 
-        Raises FloatingPointError when the loss is not finite, before any weight has changed, and when the gradient norm is not,
-        after Megatron has applied it: go back to a checkpoint then.
+    def _cut(self, n: int) -> tuple[int, int]:
+        """Rows of a microbatch, and number of microbatches of ``n`` rows, padding among them: each run has as many."""
+        size = min(self.microbatch, -(-n // self._runs))
+        return size, -(-n // (size * self._runs)) * self._runs
+
+    def train_step(self, batch: Batch) -> StepResult:
+        """One optimizer step; every rank of every replica calls it with the same whole batch.
+
+        Each replica computes its own run of the batch's microbatches (`own_rows`); the result is of the whole batch, and the same
+        on every rank.  Raises InstallError where replicas got different batches.  Raises FloatingPointError when the loss is not
+        finite, before any weight has changed, and when the gradient norm is not, after Megatron has applied it: go back to a
+        checkpoint then.
         """
         n, length = batch.tokens.shape
-        size = min(self.microbatch, n)
         count = int(batch.mask.sum())
         if count == 0:
             raise InstallError(
@@ -158,45 +173,63 @@ class Trainer:
                 found="an empty mask",
                 fix="skip this batch",
             )
-        padded = _pad_rows(batch, -n % size)
-        parts = [padded.rows(a, a + size) for a in range(0, n + -n % size, size)]
-        microbatches, multiple = len(parts), sequence_multiple(self.model)
+        if not same_everywhere([batch.tokens, batch.mask, batch.advantages, batch.old_logprobs], self._dp):
+            raise InstallError(
+                region="trainer",
+                wanted="the same whole batch on every replica",
+                found="another batch on each",
+                fix="give train_step all rows on every rank; it shares them out",
+            )
+        size, microbatches = self._cut(n)
+        padded = _pad_rows(batch, microbatches * size - n)
+        mine = share(microbatches, self._dp.size(), self._dp.rank())
+        parts = [padded.rows(i * size, (i + 1) * size) for i in mine]
+        multiple = sequence_multiple(self.model)
         process = output_processor(self.model)
         self.ddp.train()
-        self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
 
         def forward(parts: Iterator[_Rows], stage: Any) -> tuple[Tensor, Callable[..., Any]]:
             part = next(parts)
             values = stage(**model_inputs(part.tokens, multiple), output_processor=process)
 
-            def loss_of(values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            def loss_of(values: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 lp = align(values, length)
                 total = grpo_loss(lp, part.old_logprobs, part.advantages, part.mask, clip=self.ratio_clip)
-                # the schedule divides by the number of microbatches
-                return total / count * microbatches, {"sum": total.detach(), "logprobs": lp.detach()}
+                tokens = part.mask.sum(
+                    dtype=torch.int32
+                )  # its presence, not its number, stops the schedule's division
+                return total / count, tokens, {"sum": total.detach(), "logprobs": lp.detach()}
 
             return values, loss_of
 
-        found = get_forward_backward_func(pp_size=self.model.pg_collection.pp.size())(
-            forward_step_func=forward,
-            data_iterator=iter(parts),
-            model=[self.ddp],
-            num_microbatches=microbatches,
-            seq_length=length + -length % multiple,
-            micro_batch_size=size,
-            forward_only=False,
-        )
+        schedule = get_forward_backward_func(pp_size=self.model.pg_collection.pp.size())
+        runs = self._runs // self._dp.size()
+        each = len(parts) // runs
+        self._sums.begin(runs)
+        found: list[dict[str, Tensor]] = []
+        for run in range(runs):
+            found += schedule(
+                forward_step_func=forward,
+                data_iterator=iter(parts[run * each : (run + 1) * each]),
+                model=[self.ddp],
+                num_microbatches=each,
+                seq_length=length + -length % multiple,
+                micro_batch_size=size,
+                forward_only=False,
+            )
         device = batch.tokens.device
         if self.model.post_process:
             sums = torch.stack([f["sum"].double() for f in found])
-            logprobs = torch.cat([f["logprobs"].float() for f in found])[:n].contiguous()
+            logprobs = torch.cat([f["logprobs"].float() for f in found])
         else:
             sums = torch.empty(len(parts), dtype=torch.float64, device=device)
-            logprobs = torch.empty(n, length, dtype=torch.float32, device=device)
+            logprobs = torch.empty(len(parts) * size, length, dtype=torch.float32, device=device)
         pp = self.model.pg_collection.pp
-        loss = float(from_last_stage(sums, pp).sum()) / count
-        logprobs = from_last_stage(logprobs, pp)
+        sums = gather_shares(from_last_stage(sums, pp), microbatches, self._dp)
+        loss = float(sums.sum()) / count
+        logprobs = gather_shares(from_last_stage(logprobs, pp), microbatches * size, self._dp)
+        logprobs = logprobs[:n].contiguous()
         if loss - loss != 0.0:
             raise FloatingPointError(f"step {self.step + 1}: the loss is {loss}")
         done, norm, _ = self.optimizer.step()
@@ -223,6 +256,7 @@ class Trainer:
             "layout": self._layout(),
             "parameters": {n: p.detach() for n, p in self.model.named_parameters()},
             "optimizer": self.optimizer.state_dict(),
+            "shards": [_own_shards(part) for part in self._sharded()],
         }
         part = target / f"rank{rank:05d}.part"
         torch.save(state, part)
@@ -252,17 +286,39 @@ class Trainer:
         if not file.is_file():
             raise CheckpointError(f"{file}: missing")
         state = torch.load(file, map_location="cpu", weights_only=True)
+        sharded, shards = self._sharded(), state.get("shards", [])
+        if len(sharded) != len(shards):
+            raise CheckpointError(
+                f"{file}: wanted the shards of {len(sharded)} distributed optimizers, found those of {len(shards)}; "
+                "use the optimizer it was saved with"
+            )
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(state["parameters"][name])
         self.optimizer.load_state_dict(state["optimizer"])
+        for part, own in zip(sharded, shards, strict=True):
+            part.load_parameter_state_from_dp_reshardable(own)
         self.step = int(state["step"])
         dist.barrier()
         return self.step
 
+    def _sharded(self) -> list[Any]:
+        """The distributed optimizers: their state_dict has neither masters nor moments."""
+        return [part for part in leaves(self.optimizer) if isinstance(part, DistributedOptimizer)]
+
     def _layout(self) -> dict[str, Any]:
         config = self.model.config
         return {**topology_of(self.model.pg_collection, config), "dtype": str(config.params_dtype)}
+
+
+def _own_shards(optimizer: DistributedOptimizer) -> dict[Any, Any]:
+    """Masters and moments of this rank, as Megatron loads them: nothing of them is padding between parameters."""
+    state: dict[Any, Any] = optimizer.get_parameter_state_dp_reshardable()
+    for key, buffer in state.items():
+        if isinstance(key, int):
+            for entry in chain.from_iterable(chain.from_iterable(buffer.values())):
+                entry["padding"] = False
+    return state
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,8 +34,9 @@ __all__ = ["Watch"]
 class Watch:
     """One rank of the trainer as the daemon sees it; every rank makes one, with a connected client of its own.
 
-    The logprobs are sent by the first rank of the last pipeline stage, whose bits are every rank's.  ``one_in`` records every
-    n-th sequence, the same ones as the engine.
+    The logprobs are sent by the first rank of the last pipeline stage of each data-parallel replica, whose bits are every rank's
+    of that replica: record on each the rows that it computed, and no others.  ``one_in`` records every n-th sequence, the same
+    ones as the engine.
     """
 
     def __init__(self, model: Any, client: Client, *, one_in: int = 1, weight_version: int = 0) -> None:
@@ -118,7 +119,7 @@ class Watch:
     def _sends(self) -> bool:
         groups = self._model.pg_collection
         last = groups.pp.rank() == groups.pp.size() - 1
-        return bool(last and groups.tp.rank() == 0 and groups.dp.rank() == 0)
+        return bool(last and groups.tp.rank() == 0)
 
     def _send(
         self, case: str, rows: list[ScoredSequence], step: int, weight_version: int, temperature: float

@@ -92,13 +92,25 @@ def pieces(model: Any, *, masters: bool = False) -> Iterator[Piece]:
     """Every block this rank holds, in the model's parameter order.
 
     ``masters`` reads the optimizer's fp32 master weights in the place of bf16 parameters.  Of data-parallel replicas the first
-    answers for a block; an expert's replicas are the ranks of expert data parallelism.
+    answers for a block; an expert's replicas are the ranks of expert data parallelism.  Raises WeightError for masters that
+    replicas hold in shards.
     """
     model = unwrap(model)
     groups = model.pg_collection
+    if masters and groups.dp.size() > 1:
+        _refuse_shards(model)
     for piece in _blocks(model, masters=masters):
         group = groups.expt_dp if _OF_EXPERT in piece.name else groups.dp
         yield replace(piece, owner=False) if group.rank() else piece
+
+
+def _refuse_shards(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "main_param_sharded", False):
+            raise WeightError(
+                f"{name}: wanted whole fp32 master weights on each replica, found the distributed optimizer's shards over DP "
+                f"{model.pg_collection.dp.size()}; read the weights (masters=False), or train without distributed_optimizer"
+            )
 
 
 def _blocks(model: Any, *, masters: bool) -> Iterator[Piece]:

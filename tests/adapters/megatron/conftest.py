@@ -24,29 +24,32 @@ from torch.multiprocessing.spawn import start_processes
 from isoexec.adapters.demo.tiny import make_qwen3, make_qwen3_moe
 from isoexec.adapters.megatron import cpu
 from isoexec.adapters.megatron.model import build
+from isoexec.contracts.parts import AxisClaim
 from isoexec.contracts.schema import Contract, library
 from isoexec.kernels import registry
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A parallel layout: tensor, sequence and pipeline parallelism, and of experts, where one says it."""
+    """A parallel layout: tensor, sequence, pipeline and data parallelism, and of experts, where one says it."""
 
     tp: int = 1
     sp: bool = False
     pp: int = 1
+    dp: int = 1
     world: int = 0
     ep: int = 1
     etp: int | None = None
 
     @property
     def ranks(self) -> int:
-        return self.world or self.tp * self.pp
+        return self.world or self.tp * self.pp * self.dp
 
     def __str__(self) -> str:
         return (
             f"TP{self.tp}"
             + ("+SP" if self.sp else "")
+            + (f" DP{self.dp}" if self.dp > 1 else "")
             + ((f" PP{self.pp}" if self.pp > 1 else "") + (f" EP{self.ep} ETP{self.etp}" if self.etp else ""))
         )
 
@@ -116,6 +119,18 @@ def contract() -> Contract:
 def moe_contract() -> Contract:
     """The shipped contract of a Qwen3 with experts, pinned to the kernels as they are here."""
     return _pinned("qwen3-moe-cpu")
+
+
+@pytest.fixture(scope="session")
+def replicated() -> Callable[[Contract], Contract]:
+    """replicated(contract) claims DP 1 and 2 for the trainer, whatever the contract claims."""
+
+    def of(contract: Contract) -> Contract:
+        trainer = {**contract.claims.topology["trainer"], "DP": AxisClaim(invariant=(1, 2))}
+        topology = {**contract.claims.topology, "trainer": trainer}
+        return dataclasses.replace(contract, claims=dataclasses.replace(contract.claims, topology=topology))
+
+    return of
 
 
 @pytest.fixture(scope="session")
