@@ -7,6 +7,7 @@ the library's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from isoexec.contracts.errors import InstallError
+from isoexec.probes.weights import Block, tensor_partials
 
 __all__ = ["RunSums", "gather_shares", "runs_of", "same_everywhere", "share"]
 
@@ -80,23 +82,19 @@ def _refused(wanted: str, found: str, fix: str) -> InstallError:
     return InstallError(region="trainer", wanted=wanted, found=found, fix=fix)
 
 
-def same_everywhere(tensors: list[Tensor], group: ProcessGroup) -> bool:
-    """Whether every replica passes tensors of the same shapes and bytes, by a checksum."""
+def same_everywhere(tensors: Sequence[Tensor], group: ProcessGroup) -> bool:
+    """Whether every replica passes tensors of the same shapes and bits, by their digests; as many dimensions on each."""
     if group.size() == 1:
         return True
-    device = tensors[0].device
-    facts = [torch.tensor([n for t in tensors for n in t.shape], device=device)]
-    facts += [_checksum(t).view(1) for t in tensors]
-    mine = torch.cat(facts)
+    facts: list[int] = []
+    for tensor, digest in zip(
+        tensors, tensor_partials(Block(t, t.shape, [0] * t.dim()) for t in tensors), strict=True
+    ):
+        facts += [*tensor.shape, *(lane - (lane >> 63 << 64) for lane in digest.lanes)]
+    mine = torch.tensor(facts, device=tensors[0].device)
     found = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(found, mine, group=group)
     return all(torch.equal(one, mine) for one in found)
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """Sum of bytes times their places, mod 2**64: int64, 0-dimensional."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8).long()
-    return (data * torch.arange(1, len(data) + 1, device=data.device)).sum()
 
 
 class RunSums:

@@ -173,7 +173,9 @@ class Trainer:
                 found="an empty mask",
                 fix="skip this batch",
             )
-        if not same_everywhere([batch.tokens, batch.mask, batch.advantages, batch.old_logprobs], self._dp):
+        if not same_everywhere(
+            [batch.tokens, batch.mask.view(torch.uint8), batch.advantages, batch.old_logprobs], self._dp
+        ):
             raise InstallError(
                 region="trainer",
                 wanted="the same whole batch on every replica",
@@ -297,6 +299,10 @@ class Trainer:
                 parameter.copy_(state["parameters"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         for part, own in zip(sharded, shards, strict=True):
+            for held in part.optimizer.state.values():
+                # Megatron gives all parameters one counter, which each of them would count up
+                if isinstance(held.get("step"), Tensor):
+                    held["step"] = held["step"].clone()
             part.load_parameter_state_from_dp_reshardable(own)
         self.step = int(state["step"])
         dist.barrier()

@@ -14,7 +14,7 @@ import yaml
 
 from isoexec.adapters.demo.cli import run
 from isoexec.adapters.demo.faults import FAULTS, edited_contract
-from isoexec.adapters.demo.job import pad
+from isoexec.adapters.demo.job import Layout, pad
 from isoexec.adapters.demo.processes import Remote, RemoteError, call_all
 from isoexec.adapters.demo.report import mismatch_of
 from isoexec.adapters.demo.task import Task
@@ -38,6 +38,11 @@ def test_rows_are_padded_on_the_right() -> None:
     tokens, prompts, lengths = pad([[1, 2], [3]], [[4], [5, 6, 7]])
     assert tokens.tolist() == [[1, 2, 4, 0], [3, 5, 6, 7]]
     assert (prompts, lengths) == ([2, 1], [3, 4])
+
+
+def test_a_layout_names_its_replicas() -> None:
+    assert str(Layout(trainer_tp=2, sequence_parallel=True, trainer_dp=2)) == "TP1 x TP2+SP+DP2"
+    assert str(Layout(trainer_pp=2, as_replicas=2)) == "TP1 x TP1+PP2"
 
 
 def test_an_edit_changes_one_value_of_the_shipped_contract(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def test_replicas_that_share_experts_out_score_their_own_sequences_with_the_bits
     reference = runs(one, BF16)[0]
     assert differing(whole, reference) == differing(other, reference) == 0
     assert differing(torch.cat([first, second]), reference[:7]) == 0
-    assert "wanted DP 1" in said
+    assert "wanted every expert on each of 2 replicas" in said
     stored = {n: t.bfloat16() for n, t in load_file(moe / "model.safetensors").items()}
     assert exported.keys() == stored.keys()
     assert set(one_half) & set(other_half) == set()

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+from isoexec.adapters.megatron.logprobs import score
 from isoexec.adapters.megatron.watch import Watch
 from isoexec.contracts.errors import HandshakeError
 from isoexec.contracts.halting import HaltMarker, StateDirectory
@@ -48,6 +49,18 @@ def daemon(tmp_path: Path) -> Iterator[Path]:
             process.terminate()
             process.wait(15)
             process.stdout.close()
+
+
+def first_window(daemon: Path, run: str) -> Window:
+    deadline = time.monotonic() + 60
+    while True:
+        journal = Journal.open(StateDirectory(daemon).journal)
+        rows = journal.windows(run)
+        journal.close()
+        if rows:
+            return Window.from_dict(rows[0]["window"])
+        assert time.monotonic() < deadline, "no window within 60 s"
+        time.sleep(0.2)
 
 
 def test_a_pack_is_cut_into_the_sequences_that_the_engine_reported_each_with_its_place(
@@ -87,16 +100,7 @@ def test_a_pack_is_cut_into_the_sequences_that_the_engine_reported_each_with_its
         return sent
 
     assert launch(train) == [[10, 10]]
-    deadline = time.monotonic() + 60
-    while True:
-        journal = Journal.open(StateDirectory(daemon).journal)
-        rows = journal.windows("packed")
-        journal.close()
-        if rows:
-            break
-        assert time.monotonic() < deadline, "no window within 60 s"
-        time.sleep(0.2)
-    pairs = Window.from_dict(rows[0]["window"]).pairs
+    pairs = first_window(daemon, "packed").pairs
     assert [(pair.pair[1], pair.tokens, pair.bitwise_equal, dict(pair.unpaired)) for pair in pairs] == [
         ("trainer_fwd", 10, 10, {}),
         ("trainer_score", 10, 10, {}),
@@ -105,6 +109,57 @@ def test_a_pack_is_cut_into_the_sequences_that_the_engine_reported_each_with_its
         assert pair.detail is not None
         placed = {bucket.label: bucket.tokens for bucket in pair.detail.buckets if bucket.by == "pack_index"}
         assert placed == {"0": 3, "1": 3, "2-3": 4}
+
+
+def test_each_replica_s_rows_are_sent_once_by_the_first_of_its_ranks(
+    launch: Callable[..., Any],
+    make: Callable[..., Any],
+    contract: Contract,
+    replicated: Callable[[Contract], Contract],
+    layout_of: Callable[..., Any],
+    daemon: Path,
+) -> None:
+    layout, wider = layout_of(tp=2, dp=2), replicated(contract)
+    tokens = torch.arange(100, 128).view(4, 7)
+    prompts, lengths = [2, 3, 2, 1], [7, 6, 7, 5]
+    named: dict[str, Any] = {"step": 1, "weight_version": 1}
+
+    def work() -> tuple[int, int]:
+        settings = ProbeSettings(run="replicas", state_dir=daemon, regime="bitwise", contract=wider)
+        model, rank = make(layout, torch.bfloat16, wider), torch.distributed.get_rank()
+        logprobs = score(model, tokens)
+        clients = [
+            Client(settings, "trainer", rank=rank, world=4),
+            *([Client(settings, "engine")] * (rank == 0)),
+        ]
+        for client in clients:
+            client.connect(30)
+        if rank == 0:
+            rows = zip(tokens.tolist(), logprobs.numpy(), prompts, lengths, strict=True)
+            LogprobTap(clients[1]).record(
+                "engine_decode",
+                [
+                    ScoredSequence(prompt=ids[:p], response=ids[p:end], logprobs=values[p:end])
+                    for ids, values, p, end in rows
+                ],
+                logprobs_mode="processed_logprobs",
+                **named,
+            )
+        watch = Watch(model, clients[0])
+        replica = model.pg_collection.dp.rank()
+        mine = slice(0, 3) if replica == 0 else slice(3, 4)
+        sent = watch.record(
+            "trainer_score", tokens[mine], logprobs[mine], prompts[mine], lengths[mine], **named
+        )
+        torch.distributed.barrier()  # nobody says goodbye before all are there
+        for client in clients:
+            client.flush(30)
+            client.close()
+        return replica, sent
+
+    assert launch(work, layout) == [(0, 13), (0, 0), (1, 4), (1, 0)]
+    (pair,) = first_window(daemon, "replicas").pairs
+    assert (pair.tokens, pair.bitwise_equal, dict(pair.unpaired)) == (17, 17, {})
 
 
 def test_a_contract_edited_between_two_syncs_stops_the_trainer_and_the_run_by_its_fields(
