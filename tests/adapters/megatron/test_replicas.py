@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoexec.adapters.megatron.logprobs import score
+from isoexec.adapters.megatron.logprobs import align, model_inputs, output_processor, score
 from isoexec.adapters.megatron.model import build
 from isoexec.adapters.megatron.replicas import gather_shares, share
-from isoexec.adapters.megatron.training import Batch, StepResult, Trainer, group_advantages
+from isoexec.adapters.megatron.training import Batch, StepResult, Trainer, group_advantages, grpo_loss
 from isoexec.adapters.megatron.weights import WeightError, export_hf
 from isoexec.contracts.errors import InstallError
 from isoexec.contracts.schema import Contract
@@ -105,6 +105,25 @@ def test_a_single_rank_s_own_order_of_summing_ends_in_other_weights(trained: Any
     summed_as_two, _, others = trained(one, torch.float32, as_replicas=2)
     assert len(differing(summed_as_one, summed_as_two)) > len(summed_as_one) // 2
     assert torch.equal(bits(steps[0].logprobs), bits(others[0].logprobs))
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_the_gradient_is_the_mean_loss_s_whatever_the_number_of_microbatches(
+    launch: Any, make: Any, one: Any, tokens: Tensor, order: int
+) -> None:
+    def work() -> tuple[float, StepResult]:
+        model = make(one, torch.float32, None)
+        batch = batch_of(tokens, model, 0)
+        values = model(**model_inputs(batch.tokens), output_processor=output_processor(model))
+        lp = align(values, batch.tokens.shape[1])
+        loss = grpo_loss(lp, batch.old_logprobs, batch.advantages, batch.mask, clip=(0.2, 0.2))
+        (loss / batch.mask.sum()).backward()
+        norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
+        model.zero_grad()
+        return float(norm), trainer_of(model, as_replicas=order).train_step(batch)
+
+    (wanted, step) = launch(work)[0]
+    assert step.grad_norm == pytest.approx(wanted, rel=1e-5)
 
 
 def test_sharded_optimizers_end_in_the_same_weights_and_their_masters_are_not_read(
