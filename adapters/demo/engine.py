@@ -159,6 +159,10 @@ class EngineHost:
             self._rollout.attest("sync", step=step, weight_version=version, require=False)
         return time.perf_counter() - start
 
+    def digests(self) -> dict[str, tuple[int, int]]:
+        """Digests of the live weights by Hugging Face name; those that can't be read are not there."""
+        return self._rollout.weights(step=0)
+
     def census(self) -> bool:
         """Whether all arithmetic that makes a sampled token's logprob is in regions of the contract."""
         return VllmAdapter(self._llm).census().clean_in("engine_decode")

@@ -47,6 +47,7 @@ class Layout:
     ``random_weights`` are drawn by the trainer and given to an engine that begins with others (``load_format="dummy"``).
     ``fused_attention`` is of a native trainer; ``scores_only`` of one whose weights stay, without gradients and optimizer state.
     ``transport`` is how weights travel: by a ``file``, or by ``handles`` of the trainer's memory on this host.
+    ``devices`` are the GPUs of this host that the job may use, all where none is named.
     """
 
     engine_tp: int = 1
@@ -67,14 +68,26 @@ class Layout:
     random_weights: bool = False
     fused_attention: bool = False
     scores_only: bool = False
+    devices: tuple[int, ...] = ()
 
-    def __str__(self) -> str:
+    @property
+    def trainer_ranks(self) -> int:
+        return self.trainer_tp * self.trainer_pp * self.trainer_cp * self.trainer_dp
+
+    @property
+    def engine_name(self) -> str:
+        whole = f"+EP{self.engine_tp}" if self.engine.get("enable_expert_parallel") else ""
+        return f"TP{self.engine_tp}{whole}"
+
+    @property
+    def trainer_name(self) -> str:
         trainer = f"TP{self.trainer_tp}" + ("+SP" if self.sequence_parallel else "")
         trainer += f"+PP{self.trainer_pp}" if self.trainer_pp > 1 else ""
         trainer += f"+DP{self.trainer_dp}" if self.trainer_dp > 1 else ""
-        trainer += f"+EP{self.trainer_ep}" if self.trainer_ep > 1 else ""
-        whole = f"+EP{self.engine_tp}" if self.engine.get("enable_expert_parallel") else ""
-        return f"TP{self.engine_tp}{whole} x {trainer}"
+        return trainer + (f"+EP{self.trainer_ep}" if self.trainer_ep > 1 else "")
+
+    def __str__(self) -> str:
+        return f"{self.engine_name} x {self.trainer_name}"
 
 
 class Job:
@@ -96,8 +109,12 @@ class Job:
         lr: float = 1.5e-3,
         seeded: bool = True,
         engine_model: Path | None = None,
+        with_engine: bool = True,
     ) -> None:
-        """``engine_model`` starts an engine of that model and no trainer: `sample` then takes the place of `step`."""
+        """``engine_model`` starts an engine of that model and no trainer: `sample` then takes the place of `step`.
+
+        ``with_engine=False`` starts the trainer alone: `trainers` are then called by hand.
+        """
         self._patience = (
             900.0 if layout.gpu else 180.0
         )  # seconds a runtime may take to start: there kernels are compiled
@@ -113,6 +130,7 @@ class Job:
         self._settings = ProbeSettings(run=run, state_dir=state_dir, regime=regime, policy=policy)
         self._env = {
             **({} if layout.gpu else {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}),
+            **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, layout.devices))} if layout.devices else {}),
             "ISOEXEC_RUN": run,
             "ISOEXEC_STATE_DIR": str(state_dir),
             "ISOEXEC_REGIME": regime,
@@ -124,6 +142,7 @@ class Job:
         self._lr = lr
         self._seeded = seeded
         self._engine_model = engine_model
+        self._with_engine = with_engine
         self.engine: Remote
         self.trainers: list[Remote] = []
 
@@ -147,8 +166,7 @@ class Job:
             env["ISOEXEC_CONTRACT"] = str(self._contract)
         store = self._work / "store"
         store.unlink(missing_ok=True)
-        ranks = layout.trainer_tp * layout.trainer_pp * layout.trainer_cp * layout.trainer_dp
-        for rank in range(0 if self._engine_model else ranks):
+        for rank in range(0 if self._engine_model else layout.trainer_ranks):
             self.trainers.append(
                 Remote(
                     f"trainer{rank}",
@@ -178,6 +196,20 @@ class Job:
                     },
                 )
             )
+        if self._with_engine:
+            self.engine = self._started_engine(env)
+        for remote in self._remotes():
+            remote.wait_ready(self._patience)
+        self._client = Client(self._settings, "driver")
+        self._client.connect()
+        if self.trainers and self._with_engine:
+            self.sync(step=0)
+
+    def _remotes(self) -> list[Remote]:
+        return [*self.trainers, *([self.engine] if hasattr(self, "engine") else [])]
+
+    def _started_engine(self, env: dict[str, str]) -> Remote:
+        layout = self.layout
         engine_env = {**env, **_ENGINE_ENV}
         if self._engine_contract is not None:
             engine_env["ISOEXEC_CONTRACT"] = str(self._engine_contract)
@@ -193,7 +225,7 @@ class Job:
             )
         engine_env |= layout.engine_env
         longest = self.task.prompt_lengths[1]
-        self.engine = Remote(
+        return Remote(
             "engine",
             "isoexec.adapters.demo.engine:EngineHost",
             env=engine_env,
@@ -210,13 +242,6 @@ class Job:
                 "transport": layout.transport,
             },
         )
-        for remote in self.trainers:
-            remote.wait_ready(self._patience)
-        self.engine.wait_ready(self._patience)
-        self._client = Client(self._settings, "driver")
-        self._client.connect()
-        if self.trainers:
-            self.sync(step=0)
 
     def sample(
         self,
@@ -389,7 +414,7 @@ class Job:
         """End every process of the job."""
         if hasattr(self, "_client"):
             self._client.close()
-        for remote in [*self.trainers, *([self.engine] if hasattr(self, "engine") else [])]:
+        for remote in self._remotes():
             remote.close()
 
 

@@ -10,6 +10,8 @@ logits, and those hide rounding differences.
 from __future__ import annotations
 
 import json
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,20 @@ def qwen3_weights(
     weights["model.norm.weight"] = scale(hidden)
     weights["lm_head.weight"] = matrix(vocab, hidden, 3.0 * hidden**-0.5)
     return weights
+
+
+def drawn(name: str, shape: Sequence[int], device: torch.device, *, tied: bool) -> torch.Tensor:
+    """Random fp32 values of the tensor of a Hugging Face name, that keep activations near 1: the same each time on a device."""
+    generator = torch.Generator(device=device).manual_seed(zlib.crc32(name.encode()))
+    values = torch.randn(tuple(shape), generator=generator, device=device)
+    if name.endswith("norm.weight"):
+        return 1.0 + 0.1 * values
+    if name.endswith(".bias"):
+        return 0.5 * values
+    head = name.startswith("lm_head") or (tied and name.startswith("model.embed_tokens"))
+    if name.startswith("model.embed_tokens") and not head:
+        return values
+    return values * ((3.0 if head else 1.0) * shape[-1] ** -0.5)
 
 
 def save_weights(path: Path | str, weights: dict[str, torch.Tensor]) -> Path:
@@ -238,7 +254,7 @@ def make_qwen3_moe(
     return folder
 
 
-def make_mimo(path: Path | str, *, seed: int, drafts: bool = True, hidden: int = 128, **sizes: int) -> Path:
+def make_mimo(path: Path | str, *, seed: int, drafts: bool = True, hidden: int = 128, **sizes: Any) -> Path:
     """Write a dense MiMo checkpoint to folder ``path``; return it. ``sizes`` are `qwen3_weights`'s, and its defaults too.
 
     ``drafts`` adds a layer for multi-token prediction, as published checkpoints have one: no logprob depends on it.

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,13 +22,14 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from isoexec.adapters.demo.memory import peak_bytes, reset_peak
+from isoexec.adapters.demo.tiny import drawn
 from isoexec.adapters.handles import handle_of
 from isoexec.adapters.megatron.logprobs import score
 from isoexec.adapters.megatron.model import build
 from isoexec.adapters.megatron.replicas import gather_shares, share
 from isoexec.adapters.megatron.training import Batch, Trainer, group_advantages
 from isoexec.adapters.megatron.watch import Watch
-from isoexec.adapters.megatron.weights import export_hf, pieces, save_hf, unwrap
+from isoexec.adapters.megatron.weights import export_hf, pieces, save_hf, unwrap, weight_partials
 from isoexec.contracts.errors import HaltedError, IsoExecError
 from isoexec.contracts.schema import Contract
 from isoexec.probes.client import Client, ProbeSettings
@@ -301,6 +301,10 @@ class TrainerHost:
         """Digest the weights as ``version`` and attest."""
         self._watch.synced(version, step=step)
 
+    def digests(self, *, masters: bool = False) -> dict[str, tuple[int, int]]:
+        """Give this rank's share of each tensor's digest, of weights or of the optimizer's fp32 masters; shares add up."""
+        return weight_partials(self._model, masters=masters).tensors
+
     def withdraw(self) -> None:
         """The engine has read what was offered."""
         self._offered = []
@@ -333,21 +337,9 @@ class TrainerHost:
 
 @torch.no_grad()
 def _draw(model: Any) -> None:
-    """Seeded weights that keep activations near 1; a block is drawn by its name and place, so that replicas are equal."""
+    """Seeded weights by name that keep activations near 1, the same in every layout."""
+    tied = unwrap(model).share_embeddings_and_output_weights
     for piece in pieces(model):
-        seed = zlib.crc32(f"{piece.name} {piece.offset}".encode())
-        generator = torch.Generator(device=piece.view.device).manual_seed(seed)
-        drawn = torch.randn(piece.shape, generator=generator, device=piece.view.device)
-        if piece.name.endswith("norm.weight"):
-            drawn = 1.0 + 0.1 * drawn
-        elif piece.name.endswith(".bias"):
-            drawn = 0.5 * drawn
-        elif piece.name.startswith("lm_head"):
-            drawn *= 3.0 * piece.whole[-1] ** -0.5
-        elif piece.name.startswith("model.embed_tokens"):
-            # a tied embedding is the head too: logits of an untied one's size
-            tied = unwrap(model).share_embeddings_and_output_weights
-            drawn *= 3.0 * piece.whole[-1] ** -0.5 if tied else 1.0
-        else:
-            drawn *= piece.whole[-1] ** -0.5
-        piece.write(drawn.to(piece.view.dtype))
+        piece.write(
+            piece.cut(drawn(piece.name, piece.whole, piece.view.device, tied=tied)).to(piece.view.dtype)
+        )

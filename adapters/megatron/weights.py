@@ -293,11 +293,11 @@ def save_hf(model: Any, folder: Path | str) -> Path:
     return target
 
 
-def weight_partials(model: Any) -> WeightPartials:
-    """Digest what this rank holds, by Hugging Face name.
+def weight_partials(model: Any, *, masters: bool = False) -> WeightPartials:
+    """Digest what this rank holds, by Hugging Face name; ``masters`` as in `pieces`.
 
     Partials of all ranks add up mod 2**64 per lane to the digest of the whole tensor, so nothing is gathered.  Replicated
     blocks are answered for by the first tensor-parallel rank, and by the first data-parallel replica (`pieces`).
     """
-    mine = (p for p in pieces(model) if p.owner)
+    mine = (p for p in pieces(model, masters=masters) if p.owner)
     return weights.weight_partials((p.name, Block(p.read(), p.whole, p.offset)) for p in mine)

@@ -128,7 +128,11 @@ class Runtimes:
         if folder.exists():
             return folder
         if self.args.tiny:
-            make = {"tiny": make_qwen3, "tiny-mimo": make_mimo, "tiny-moe": make_qwen3_moe}[model]
+            make: Callable[..., Path] = {
+                "tiny": make_qwen3,
+                "tiny-mimo": make_mimo,
+                "tiny-moe": make_qwen3_moe,
+            }[model]
             sizes = {k: v for k, v in TINY.items() if not (model == _EXPERTS and k == "ffn")}
             return make(folder, seed=20, layers=4, **sizes)
         folder.mkdir(parents=True)
@@ -175,7 +179,7 @@ class Runtimes:
             return
         unit = Unit(kind="score", model=model, side="native", layout=Layout(devices=(0,)))
         with self.job(
-            unit, self.layout(unit.layout, scores_only=True, random_weights=True), folder, engines=False
+            unit, self.layout(unit.layout, scores_only=True, random_weights=True), folder, with_engine=False
         ) as job:
             call_all(job.trainers, "publish", str(folder))
 
@@ -207,7 +211,8 @@ class Runtimes:
 
     def engine(self, unit: Unit) -> None:
         """Sample, and keep what was sampled."""
-        args, tally, rows = self.args, 0, []
+        args, tally = self.args, 0
+        rows: Sampled = []
         began = time.monotonic()
         vocab = TINY["vocab"] if args.tiny else MODELS[unit.model][0]["vocab"]
         folder = self.folder(unit.model)
@@ -248,7 +253,7 @@ class Runtimes:
                 f"{unit}: wanted an engine's sampled tokens, found none; run its engines first"
             )
         layout = self.layout(unit.layout, scores_only=True, random_weights=not self.args.tiny)
-        with self.job(unit, layout, self.folder(unit.model), engines=False) as job:
+        with self.job(unit, layout, self.folder(unit.model), with_engine=False) as job:
             self.weights(unit, joined(call_all(job.trainers, "digests")))
             for engine, file in files.items():
                 rows = load(file)
@@ -274,7 +279,7 @@ class Runtimes:
         layout = replace(self.layout(unit.layout, random_weights=not tiny), microbatch=2, as_replicas=2)
         found: dict[str, Any] = {"masters": [], "norms": [], "losses": []}
         folder = self.folder(unit.model, None if tiny else args.train_layers)
-        with self.job(unit, layout, folder, engines=False, lr=_LR[tiny]) as job:
+        with self.job(unit, layout, folder, with_engine=False, lr=_LR[tiny]) as job:
             for step in range(STEPS):
                 sizes = rng.integers(shortest, longest + 1, (count, 2)).tolist()
                 rows = [[rng.integers(3, vocab, n).tolist() for n in pair] for pair in sizes]

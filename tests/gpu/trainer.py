@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 import traceback
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from isoexec.adapters import base
+from isoexec.adapters.demo.tiny import drawn
 from isoexec.adapters.megatron import adapter, cpu
 from isoexec.adapters.megatron.kinds import kinds_of
 from isoexec.adapters.megatron.logprobs import (
@@ -46,7 +46,7 @@ from isoexec.adapters.megatron.logprobs import (
 )
 from isoexec.adapters.megatron.model import build
 from isoexec.adapters.megatron.training import Batch, Trainer
-from isoexec.adapters.megatron.weights import pieces
+from isoexec.adapters.megatron.weights import pieces, weight_partials
 from isoexec.contracts.errors import IsoExecError
 from isoexec.contracts.schema import Contract, library
 from isoexec.kernels.gates import staged
@@ -171,14 +171,7 @@ class Run:
 def fill(model: Any) -> None:
     """Random weights by name, the same under every layout."""
     for piece in pieces(model):
-        generator = torch.Generator(piece.view.device).manual_seed(zlib.crc32(piece.name.encode()))
-        whole = torch.randn(piece.whole, generator=generator, device=piece.view.device)
-        if "norm" in piece.name:
-            whole = 1.0 + 0.1 * whole
-        elif "embed" not in piece.name:
-            whole *= piece.whole[-1] ** -0.5
-        piece.write(piece.cut(whole))
-        del whole
+        piece.write(piece.cut(drawn(piece.name, piece.whole, piece.view.device, tied=False)))
 
 
 def _digest(x: Tensor, whole: Sequence[int], offset: Sequence[int]) -> tuple[int, int]:
@@ -188,11 +181,6 @@ def _digest(x: Tensor, whole: Sequence[int], offset: Sequence[int]) -> tuple[int
         for a in range(0, len(x), rows)
     ]
     return add_partials(parts)
-
-
-def digests(model: Any, *, masters: bool = False) -> Digests:
-    """This rank's share of each tensor's digest, of weights or of the optimizer's masters; shares add up."""
-    return {p.name: _digest(p.read(), p.whole, p.offset) for p in pieces(model, masters=masters) if p.owner}
 
 
 def joined(ranks: Sequence[Digests]) -> Digests:
@@ -244,7 +232,7 @@ def steps(run: Run, model: Any) -> dict[str, Any]:
         result = trainer.train_step(batch)
         found["norms"].append(result.grad_norm)
         found["logprobs"].append(result.logprobs.cpu())
-        found["masters"].append(digests(model, masters=True))
+        found["masters"].append(weight_partials(model, masters=True).tensors)
     return found
 
 
