@@ -165,14 +165,6 @@ class Trainer:
         checkpoint then.
         """
         n, length = batch.tokens.shape
-        count = int(batch.mask.sum())
-        if count == 0:
-            raise InstallError(
-                region="trainer",
-                wanted="a batch with response tokens",
-                found="an empty mask",
-                fix="skip this batch",
-            )
         if not same_everywhere(
             [batch.tokens, batch.mask.view(torch.uint8), batch.advantages, batch.old_logprobs], self._dp
         ):
@@ -181,6 +173,14 @@ class Trainer:
                 wanted="the same whole batch on every replica",
                 found="another batch on each",
                 fix="give train_step all rows on every rank; it shares them out",
+            )
+        count = int(batch.mask.sum())
+        if count == 0:
+            raise InstallError(
+                region="trainer",
+                wanted="a batch with response tokens",
+                found="an empty mask",
+                fix="skip this batch",
             )
         size, microbatches = self._cut(n)
         padded = _pad_rows(batch, microbatches * size - n)
@@ -198,9 +198,7 @@ class Trainer:
             def loss_of(values: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 lp = align(values, length)
                 total = grpo_loss(lp, part.old_logprobs, part.advantages, part.mask, clip=self.ratio_clip)
-                tokens = part.mask.sum(
-                    dtype=torch.int32
-                )  # its presence, not its number, stops the schedule's division
+                tokens = part.mask.sum(dtype=torch.int32)  # nobody reads it, but it says: do not divide
                 return total / count, tokens, {"sum": total.detach(), "logprobs": lp.detach()}
 
             return values, loss_of
