@@ -115,9 +115,8 @@ class Job:
 
         ``with_engine=False`` starts the trainer alone: `trainers` are then called by hand.
         """
-        self._patience = (
-            900.0 if layout.gpu else 180.0
-        )  # seconds a runtime may take to start: there kernels are compiled
+        # seconds a runtime may take to start: kernels are compiled on a GPU, and ranks share the cores of a CPU
+        self._patience = 900.0 if layout.gpu else 120.0 + 60.0 * max(layout.engine_tp, layout.trainer_ranks)
         self.run = run
         self.layout = layout
         self.task = task or Task()

@@ -211,7 +211,7 @@ def make_qwen3_moe(
     seed: int,
     layers: int = 2,
     hidden: int = 128,
-    expert_ffn: int = 128,
+    ffn: int = 128,
     experts: int = 16,
     chosen: int = 2,
     heads: int = 4,
@@ -222,7 +222,7 @@ def make_qwen3_moe(
 ) -> Path:
     """Write a Qwen3-MoE checkpoint to folder ``path``; return it.
 
-    Every layer has ``experts`` experts of width ``expert_ffn`` and no dense MLP; a token goes to ``chosen`` of them, whose
+    Every layer has ``experts`` experts of width ``ffn`` and no dense MLP; a token goes to ``chosen`` of them, whose
     weights are normed to a sum of one.
     """
     folder = _folder(path)
@@ -235,15 +235,15 @@ def make_qwen3_moe(
         "vocab": vocab,
         "dtype": dtype,
     }
-    weights = qwen3_weights(seed=seed, ffn=expert_ffn, experts=experts, **sizes)
+    weights = qwen3_weights(seed=seed, ffn=ffn, experts=experts, **sizes)
     save_weights(folder / WEIGHTS, weights)
-    write_config(folder, ffn=2 * expert_ffn, **sizes)
+    write_config(folder, ffn=2 * ffn, **sizes)
     config = json.loads((folder / "config.json").read_text()) | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        "moe_intermediate_size": expert_ffn,
+        "moe_intermediate_size": ffn,
         "norm_topk_prob": True,
         "num_experts": experts,
         "num_experts_per_tok": chosen,

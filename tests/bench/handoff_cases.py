@@ -41,7 +41,7 @@ CASES = (
     Case(name="8B down", product="columns", N=4096, K=12288),
     Case(name="35B out", product="columns", N=2048, K=4096),
 )
-ROWS = (8192, 64, 256, 16, 1024, 128, 2)  # what matters most first: time may end
+ROWS = (8192, 64, 256, 16, 1024, 128, 16384, 1, 4096, 2)  # what matters most first: time may end
 FORMS = ("all", "rows")
 
 

@@ -40,7 +40,7 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 import torch
-from topologies_page import differing, markdown  # type: ignore[import-not-found]
+from topologies_page import differing, first_of, markdown  # type: ignore[import-not-found]
 from topologies_plan import DEGREES  # type: ignore[import-not-found]
 from topologies_work import (  # type: ignore[import-not-found]
     CONTRACTS,
@@ -221,11 +221,10 @@ def failures(found: dict[str, Any]) -> list[str]:
             if tally["equal"] != tally["tokens"]:
                 wrong.append(f"{model}, {pair}: {tally['equal']} of {tally['tokens']} tokens are equal")
         trained = of["training"].get("contract", {})
-        first = next(iter(trained.values()), None)
         wrong += [
-            f"{model}, {name}: differs from one rank in {differing(trained, name)} tensors by step, or in loss or norm"
+            f"{model}, {name}: differs from {first_of(trained)} in {differing(trained, name)} tensors by step, or in loss or norm"
             for name, one in trained.items()
-            if one != first
+            if one != trained[first_of(trained)]
         ]
     wrong += [
         f"fault {name}: {f['absent']}"
@@ -261,7 +260,7 @@ def _parser() -> argparse.ArgumentParser:
         "--reserve", type=float, default=90.0, help="seconds under which nothing more is started"
     )
     parser.add_argument(
-        "--part-seconds", type=float, default=240.0, help="limit of one script that this one starts"
+        "--part-seconds", type=float, default=400.0, help="limit of one script that this one starts"
     )
     parser.add_argument(
         "--train-layers", type=int, default=8, help="layers where an optimizer must have room"
@@ -273,7 +272,7 @@ def _parser() -> argparse.ArgumentParser:
         "--fault-tp", type=int, default=4, help="ranks, at most, of the engine whose last has another kernel"
     )
     parser.add_argument(
-        "--handoff", type=_names, default=["--shipped"], help="further options of handoff.py, by commas"
+        "--handoff", type=_names, default=[], help="further options of handoff.py, by commas: --shipped"
     )
     parser.add_argument("--step", type=_names, default=[], help="further options of step.py, by commas")
     parser.add_argument("--resume", type=Path, help="go on from this folder's run, into the same folder")

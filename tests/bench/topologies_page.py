@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["differing", "markdown"]
+__all__ = ["differing", "first_of", "markdown"]
 
 _PARTS = ("generation", "score", "train", "sync", "probe", "step")
 
@@ -28,6 +30,23 @@ def markdown(found: Mapping[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
+def _ordered(names: Iterable[str]) -> list[str]:
+    """Layouts or pairs of them, those of fewer ranks first."""
+
+    def size(name: str) -> list[tuple[int, str]]:
+        return [
+            (math.prod(int(n) for n in re.findall(r"(?:TP|PP|DP)(\d+)", one)), one)
+            for one in name.split(" x ")
+        ]
+
+    return sorted(names, key=size)
+
+
+def first_of(trained: Mapping[str, Any]) -> str:
+    """The layout of fewest ranks, against which the others are held."""
+    return _ordered(trained)[0]
+
+
 def _bits(of: Mapping[str, Any]) -> list[str]:
     contract, native = of["bits"].get("contract", {}), of["bits"].get("native", {})
     if not (contract or native):
@@ -38,7 +57,7 @@ def _bits(of: Mapping[str, Any]) -> list[str]:
         "| engine x trainer | tokens | equal by contract | max abs d | native tokens | equal natively | mean abs d | max abs d |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for pair in dict.fromkeys([*contract, *native]):
+    for pair in _ordered({*contract, *native}):
         held, beside = contract.get(pair), native.get(pair)
         left = f"{held['tokens']:,} | {held['share']:.6f} | {held['max_abs_d']:.2g}" if held else "- | - | -"
         right = (
@@ -51,8 +70,8 @@ def _bits(of: Mapping[str, Any]) -> list[str]:
 
 
 def differing(trained: Mapping[str, Any], name: str) -> list[int]:
-    """By step, how many tensors of a layout's master weights are not the first layout's."""
-    first = next(iter(trained.values()))["masters"]
+    """By step, how many tensors of a layout's master weights are not those of `first_of`."""
+    first = trained[first_of(trained)]["masters"]
     own = trained[name]["masters"]
     return [
         sum(list(a[n]) != list(b.get(n, ())) for n in a) + len(b.keys() - a.keys())
@@ -65,14 +84,15 @@ def _training(of: Mapping[str, Any]) -> list[str]:
     for side, trained in of["training"].items():
         if not trained:
             continue
-        first = next(iter(trained))
+        first = first_of(trained)
         lines += [
             f"Training, {side}: clipped Adam steps on the same batches, master weights in fp32 against {first}.",
             "",
             "| trainer | tensors | differ after each step | last gradient norm | last loss | norms and losses |",
             "|---|---|---|---|---|---|",
         ]
-        for name, one in trained.items():
+        for name in _ordered(trained):
+            one = trained[name]
             counts = ", ".join(map(str, differing(trained, name)))
             norm, loss = (float.fromhex(one[k][-1]) for k in ("norms", "losses"))
             same = all(one[k] == trained[first][k] for k in ("norms", "losses"))

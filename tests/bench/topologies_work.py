@@ -55,6 +55,7 @@ GIB = 1 << 30
 _LR = {True: 1e-3, False: 1e-5}
 # the contract's stem by model, those on a CPU first
 _TINY = {"tiny": "qwen3-dense", "tiny-mimo": "mimo-dense", "tiny-moe": "qwen3-moe"}
+_MAKERS: dict[str, Any] = {"tiny": make_qwen3, "tiny-mimo": make_mimo, "tiny-moe": make_qwen3_moe}
 CONTRACTS = {True: _TINY, False: {name: stem for name, (_, stem) in MODELS.items()}}
 _EXPERTS = "tiny-moe"  # no adapter binds experts on a GPU
 Digests = dict[str, tuple[int, int]]
@@ -128,13 +129,8 @@ class Runtimes:
         if folder.exists():
             return folder
         if self.args.tiny:
-            make: Callable[..., Path] = {
-                "tiny": make_qwen3,
-                "tiny-mimo": make_mimo,
-                "tiny-moe": make_qwen3_moe,
-            }[model]
-            sizes = {k: v for k, v in TINY.items() if not (model == _EXPERTS and k == "ffn")}
-            return make(folder, seed=20, layers=4, **sizes)
+            made: Path = _MAKERS[model](folder, seed=20, layers=4, **TINY)
+            return made
         folder.mkdir(parents=True)
         sizes, _ = MODELS[model]
         sizes = {**sizes, **({"layers": layers} if layers else {})}
