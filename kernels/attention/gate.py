@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from isoexec.kernels.attention import PagedPlan, attention_paged, attention_varlen, naive
 from isoexec.kernels.gates import Gate, Run
+from isoexec.kernels.gates.gloo import DEGREES, on_ranks
 from isoexec.kernels.gates.inputs import DTYPES, fill, nudged, odd_values, shuffled, wide
 from isoexec.kernels.gates.recipes import BATCHES, close, gradients, reruns, trainer_forwards
 from isoexec.kernels.sums import halving_tree
@@ -186,7 +187,7 @@ def shards(
     rank: int, size: int, group: ProcessGroup | None, dtype: torch.dtype, seg: int, fault: bool
 ) -> list[Tensor]:
     """Output and gradients of this rank's KV groups, and its rows of an engine step; `fault` gives it another rank's keys."""
-    qkv, g = _qkv(2, 70, 8, 4, dtype), fill(2, 70, 8, D, salt=5, dtype=dtype)
+    qkv, g = _qkv(2, 70, 16, 8, dtype), fill(2, 70, 16, D, salt=5, dtype=dtype)
     q, k, v = (t.chunk(size, 2)[rank].contiguous() for t in qkv)
     if fault:
         k = qkv[1].chunk(size, 2)[size - 1 - rank].contiguous()
@@ -201,13 +202,13 @@ def shards(
 def _partition(run: Run) -> None:
     seg = _segment(run)
     for dtype in run.over("dtype", DTYPES):
-        whole = run.ranks(1, shards, dtype, seg, False)[0]
-        for size in run.over("TP", (1, 2, 4)):
-            parts = run.ranks(size, shards, dtype, seg, False)
+        whole = on_ranks(1, shards, dtype, seg, False)[0]
+        for size in run.over("TP", DEGREES):
+            parts = on_ranks(size, shards, dtype, seg, False)
             run.equal([torch.cat(p, 2) for p in zip(*parts, strict=True)], whole)
-    exchanged = run.ranks(2, shards, dtype, seg, True)
+    exchanged = on_ranks(2, shards, dtype, seg, True)
     run.control("keys_of_another_rank", torch.cat([p[0] for p in exchanged], 2), whole[0])
-    q, k, v = _qkv(2, 70, 8, 4, torch.float32)  # a cut of the keys, which no admitted axis makes
+    q, k, v = _qkv(2, 70, 16, 8, torch.float32)  # a cut of the keys, which no admitted axis makes
     run.control("keys_shared_by_two_ranks", _merged(q, k, v, 35, seg), whole[0][:, -1])
 
 

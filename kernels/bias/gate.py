@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 
 from isoexec.kernels.bias import bias_add, naive
 from isoexec.kernels.gates import Gate, Run
+from isoexec.kernels.gates.gloo import DEGREES, on_ranks
 from isoexec.kernels.gates.inputs import DTYPES, fill, nudged, odd_values, shuffled, wide
 from isoexec.kernels.gates.recipes import close, company, gradients, reruns, trainer_forwards
 from isoexec.kernels.groups import gather_rows, name_of
@@ -79,12 +80,12 @@ def shards(
 @GATE.check("partition_invariance")
 def _partition(run: Run) -> None:
     for dtype in run.over("dtype", DTYPES):
-        whole = run.ranks(1, shards, dtype, False, False)[0]
+        whole = on_ranks(1, shards, dtype, False, False)[0]
         for axis, sp in (("TP", False), ("SP", True)):
-            for size in run.over(axis, (1, 2, 4)):
-                parts = run.ranks(size, shards, dtype, sp, False)
+            for size in run.over(axis, DEGREES):
+                parts = on_ranks(size, shards, dtype, sp, False)
                 run.equal([torch.cat(p, -1) for p in zip(*parts, strict=True)], whole)
-    parts = run.ranks(4, shards, torch.float32, False, True)
+    parts = on_ranks(4, shards, torch.float32, False, True)
     run.control("gradient_added_over_ranks", sum(p[2] for p in parts), whole[2])
 
 

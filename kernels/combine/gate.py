@@ -10,12 +10,14 @@ from torch.distributed import ProcessGroup
 from isoexec.kernels.combine import combine, naive
 from isoexec.kernels.dispatch import by_slot, plan
 from isoexec.kernels.gates import Gate, Run
+from isoexec.kernels.gates.gloo import DEGREES, on_ranks
 from isoexec.kernels.gates.inputs import DTYPES, fill, nudged, odd_values, wide
 from isoexec.kernels.gates.recipes import close, company, gradients, reruns, trainer_forwards
 from isoexec.kernels.groups import all_reduce, name_of
 
 GATE = Gate("moe.combine/1", "cpu")
 EXPERTS = 16
+TOKENS = 72  # which ranks share
 
 
 def _inputs(rows: int, k: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,12 +114,12 @@ def _batch_invariance(run: Run) -> None:
 
 def ranks(rank: int, size: int, group: ProcessGroup | None, dtype: torch.dtype, axis: str) -> list[Tensor]:
     """A token's experts shared out (EP), or computed alike on every rank (TP, ETP), or its rank's tokens alone (SP)."""
-    y, weights, shared = _inputs(60, 4, 36, dtype)
-    grad = fill(60, 36, salt=5, dtype=dtype)
+    y, weights, shared = _inputs(TOKENS, 4, 36, dtype)
+    grad = fill(TOKENS, 36, salt=5, dtype=dtype)
     if axis == "SP":
         own = [t.chunk(size)[rank] for t in (y, weights, shared)]
         return gradients(combine, own, grad.chunk(size)[rank])
-    scores = fill(60, EXPERTS, salt=7)
+    scores = fill(TOKENS, EXPERTS, salt=7)
     ids = scores.sort(dim=1, descending=True, stable=True).indices[:, :4]
     count = EXPERTS // size if axis == "EP" else EXPERTS
     made = plan(ids, rank * count if axis == "EP" else 0, count)
@@ -131,7 +133,7 @@ def ranks(rank: int, size: int, group: ProcessGroup | None, dtype: torch.dtype, 
 
 def faults(rank: int, size: int, group: ProcessGroup | None, dtype: torch.dtype) -> dict[str, Tensor]:
     """Each rank's own experts combined, and the sums added up over ranks; or not even that."""
-    y, weights, _ = _inputs(60, 4, 36, dtype)
+    y, weights, _ = _inputs(TOKENS, 4, 36, dtype)
     mine = torch.arange(4) % size == rank
     part = combine(y, weights * mine)
     return {"partial_sums_exchanged": all_reduce(part.clone(), name_of(group)), "rows_not_exchanged": part}
@@ -140,17 +142,17 @@ def faults(rank: int, size: int, group: ProcessGroup | None, dtype: torch.dtype)
 @GATE.check("partition_invariance")
 def _partition(run: Run) -> None:
     for dtype in run.over("dtype", DTYPES):
-        whole = run.ranks(1, ranks, dtype, "EP")[0]
+        whole = on_ranks(1, ranks, dtype, "EP")[0]
         for axis in ("TP", "EP", "ETP"):
-            for size in run.over(axis, (1, 2, 4)):
-                for one in run.ranks(size, ranks, dtype, axis):
+            for size in run.over(axis, DEGREES):
+                for one in on_ranks(size, ranks, dtype, axis):
                     run.equal(one, whole)
-        for size in run.over("SP", (1, 2, 4)):
-            parts = zip(*run.ranks(size, ranks, dtype, "SP"), strict=True)
+        for size in run.over("SP", DEGREES):
+            parts = zip(*on_ranks(size, ranks, dtype, "SP"), strict=True)
             run.equal([torch.cat(part) for part in parts], whole)
-        y, weights, _ = _inputs(60, 4, 36, dtype)
-        for size in (2, 4):
-            for name, wrong in run.ranks(size, faults, dtype)[0].items():
+        y, weights, _ = _inputs(TOKENS, 4, 36, dtype)
+        for size in DEGREES[1:]:
+            for name, wrong in on_ranks(size, faults, dtype)[0].items():
                 run.control(name, wrong, combine(y, weights))
 
 

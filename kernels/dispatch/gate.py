@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 
 from isoexec.kernels.dispatch import DispatchPlan, by_slot, dispatch, naive, plan
 from isoexec.kernels.gates import Gate, Run
+from isoexec.kernels.gates.gloo import DEGREES, on_ranks
 from isoexec.kernels.gates.inputs import DTYPES, fill, odd_values, shuffled, wide
 from isoexec.kernels.gates.recipes import close, company, gradients, reruns, trainer_forwards
 from isoexec.kernels.groups import all_reduce, name_of
@@ -119,16 +120,16 @@ def faults(rank: int, size: int, group: ProcessGroup | None, dtype: torch.dtype)
 @GATE.check("partition_invariance")
 def _partition(run: Run) -> None:
     for dtype in run.over("dtype", DTYPES):
-        whole = run.ranks(1, ranks, dtype, "EP")[0]
+        whole = on_ranks(1, ranks, dtype, "EP")[0]
         for axis in ("EP", "ETP"):
-            for size in run.over(axis, (1, 2, 4)):
-                found = run.ranks(size, ranks, dtype, axis)
+            for size in run.over(axis, DEGREES):
+                found = on_ranks(size, ranks, dtype, axis)
                 for one in found:
                     run.equal(one["rows"], whole["rows"])
                 own = [one["slots"][0] for one in found]
                 run.equal(torch.cat(own) if axis == "EP" else own[-1], whole["slots"][0])
-        for size in (2, 4):
-            for name, wrong in run.ranks(size, faults, dtype)[0].items():
+        for size in DEGREES[1:]:
+            for name, wrong in on_ranks(size, faults, dtype)[0].items():
                 run.control(name, wrong, whole["rows"][1])
 
 

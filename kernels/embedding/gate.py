@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from isoexec.kernels.embedding import embedding, naive, vocab_parallel_embedding
 from isoexec.kernels.gates import Gate, Run
+from isoexec.kernels.gates.gloo import DEGREES, on_ranks
 from isoexec.kernels.gates.inputs import DTYPES, fill, ids, nudged, odd_values, shuffled, wide
 from isoexec.kernels.gates.recipes import close, company, gradients, reruns, trainer_forwards
 
@@ -61,8 +62,8 @@ def shards(
     rank: int, size: int, group: ProcessGroup | None, dtype: torch.dtype, sp: bool, shift: int
 ) -> list[Tensor]:
     """Output and gradient of this rank's part of the vocabulary; `shift` gives it another rank's."""
-    w, which = _table(512, 64, dtype), ids(60, 512, 2).view(20, 3)
-    grad = fill(20, 3, 64, salt=5, dtype=dtype)
+    w, which = _table(512, 64, dtype), ids(72, 512, 2).view(24, 3)
+    grad = fill(24, 3, 64, salt=5, dtype=dtype)
     part = w.chunk(size, 0)[(rank + shift) % size]
 
     def call(part: Tensor) -> Tensor:
@@ -76,16 +77,16 @@ def shards(
 @GATE.check("partition_invariance")
 def _partition(run: Run) -> None:
     for dtype in run.over("dtype", DTYPES):
-        out, dw = run.ranks(1, shards, dtype, False, 0)[0]
+        out, dw = on_ranks(1, shards, dtype, False, 0)[0]
         for axis, sp in (("TP", False), ("SP", True)):
-            for size in run.over(axis, (1, 2, 4)):
-                outs, dws = zip(*run.ranks(size, shards, dtype, sp, 0), strict=True)
+            for size in run.over(axis, DEGREES):
+                outs, dws = zip(*on_ranks(size, shards, dtype, sp, 0), strict=True)
                 for got in [torch.cat(outs)] if sp else outs:
                     run.equal(got, out)
                 run.equal(torch.cat(dws), dw)
-    permuted = run.ranks(2, shards, dtype, False, 1)
+    permuted = on_ranks(2, shards, dtype, False, 1)
     run.control("ranks_in_another_order", permuted[0][0], out)
-    w, which = _table(512, 64, dtype), ids(60, 512, 2).view(20, 3)
+    w, which = _table(512, 64, dtype), ids(72, 512, 2).view(24, 3)
     first = vocab_parallel_embedding(which.clamp(max=255), w[:256], vocab_start=0, group=None)
     run.control("a_shard_left_out", first, out)
 

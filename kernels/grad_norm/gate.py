@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from isoexec.kernels.gates import Gate, Run
+from isoexec.kernels.gates.gloo import DEGREES, on_ranks
 from isoexec.kernels.gates.inputs import DTYPES, fill, nudged, shuffled, wide
 from isoexec.kernels.gates.recipes import reruns
 from isoexec.kernels.grad_norm import exact_sq_sum, naive
@@ -83,16 +84,16 @@ def _batch_invariance(run: Run) -> None:
 def shards(
     rank: int, size: int, group: ProcessGroup | None, axes: str, dtype: torch.dtype, fault: str
 ) -> Tensor:
-    """The sum over ranks that share the elements by one axis, or by TP and PP in a square.
+    """The sum over ranks that share the elements by one axis, or by TP 2 and PP 4.
 
-    `fault`: "replicas" counts an unsharded tensor on every rank, "axis_left_out" reduces over one axis of the square.
+    `fault`: "replicas" counts an unsharded tensor on every rank, "axis_left_out" reduces over one of the two axes.
     """
-    layers = [fill(40, 64, salt=i, dtype=dtype, scale=2.0**-i) for i in range(4)]
+    layers = [fill(40, 64, salt=i, dtype=dtype, scale=2.0**-i) for i in range(8)]
     if size == 1:
         return exact_sq_sum(layers)
-    if axes == "square":
-        rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]  # TP
-        columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # PP
+    if axes == "both":
+        rows = [dist.new_group([first, first + 1]) for first in (0, 2, 4, 6)]  # TP
+        columns = [dist.new_group([first, first + 2, first + 4, first + 6]) for first in (0, 1)]  # PP
         tp, pp = rank % 2, rank // 2
         own = [t.chunk(2, 1)[tp] for t in layers[2 * pp : 2 * pp + 2]]
         groups = [rows[pp], columns[tp]]
@@ -117,7 +118,7 @@ def plain(rank: int, size: int, group: ProcessGroup | None) -> Tensor:
 @GATE.check("partition_invariance")
 def _partition(run: Run) -> None:
     for dtype in run.over("dtype", DTYPES):
-        whole = run.ranks(1, shards, "TP", dtype, "")[0]
+        whole = on_ranks(1, shards, "TP", dtype, "")[0]
         # TP and SP, EP and the others cut tensors; PP gives whole layers to ranks
         for axis, cut in (
             ("TP", "TP"),
@@ -128,16 +129,16 @@ def _partition(run: Run) -> None:
             ("ETP", "TP"),
             ("CP", "uneven"),
         ):
-            for size in run.over(axis, (1, 2, 4)):
-                for got in run.ranks(size, shards, cut, dtype, ""):
+            for size in run.over(axis, DEGREES):
+                for got in on_ranks(size, shards, cut, dtype, ""):
                     run.equal(got, whole)
-        for got in run.ranks(4, shards, "square", dtype, ""):
+        for got in on_ranks(8, shards, "both", dtype, ""):
             run.equal(got, whole)
-        run.control("replicas_counted_on_every_rank", run.ranks(2, shards, "TP", dtype, "replicas")[0], whole)
-        run.control("an_axis_left_out", run.ranks(4, shards, "square", dtype, "axis_left_out")[0], whole)
-    for size in (2, 4):
+        run.control("replicas_counted_on_every_rank", on_ranks(2, shards, "TP", dtype, "replicas")[0], whole)
+        run.control("an_axis_left_out", on_ranks(8, shards, "both", dtype, "axis_left_out")[0], whole)
+    for size in DEGREES[1:]:
         right = torch.stack([_plain([fill(1000, 63, salt=s)]) for s in range(8)])
-        run.control("plain_float64_sums", run.ranks(size, plain)[0], right)
+        run.control("plain_float64_sums", on_ranks(size, plain)[0], right)
 
 
 @GATE.check("degenerate_shapes")

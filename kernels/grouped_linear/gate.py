@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from isoexec.kernels import linear
 from isoexec.kernels.dispatch import by_slot, dispatch, plan
 from isoexec.kernels.gates import Gate, Run
+from isoexec.kernels.gates.gloo import DEGREES, on_ranks
 from isoexec.kernels.gates.inputs import DTYPES, fill, nudged, odd_values, shuffled, wide
 from isoexec.kernels.gates.recipes import close, company, gradients, reruns, trainer_forwards
 from isoexec.kernels.grouped_linear import (
@@ -152,7 +153,8 @@ def ranks(
 
     ETP shards each expert, EP shares experts out, SP shares out the tokens, of which TP has all on every rank.
     """
-    T, E, H, F = 40, 8, 2 * k_block, 4 * k_block
+    # eight shards of whole blocks, or eight ranks with an expert each
+    T, H, E, F = 40, 2 * k_block, *((4, 8 * k_block) if axis == "ETP" else (8, 2 * k_block))
     x, ids = fill(T, H, salt=1, dtype=dtype), fill(T, E, salt=7).sort(dim=1, descending=True).indices[:, :3]
     w_in, w_out = fill(E, 2 * F, H, salt=3, dtype=dtype), fill(E, H, F, salt=4, dtype=dtype, scale=0.2)
     grad = fill(3 * T, H, salt=5, dtype=dtype)
@@ -207,15 +209,15 @@ def faults(rank: int, size: int, group: ProcessGroup | None, k_block: int) -> di
 def _partition(run: Run) -> None:
     k_block = _k(run)
     for dtype in run.over("dtype", DTYPES):
-        whole = run.ranks(1, ranks, dtype, k_block, "TP")[0]
         for axis in ("TP", "SP", "EP", "ETP"):
-            for size in run.over(axis, (1, 2) if axis in ("TP", "SP") else (1, 2, 4)):
-                for one in run.ranks(size, ranks, dtype, k_block, axis) if size > 1 else ():
+            whole = on_ranks(1, ranks, dtype, k_block, axis)[0]
+            for size in run.over(axis, DEGREES):
+                for one in on_ranks(size, ranks, dtype, k_block, axis) if size > 1 else ():
                     run.equal(one, whole)
     x, w, offsets = _inputs((5, 9, 33, 17), 8 * k_block, 64, torch.float32)
     right = chain(x, pack_weights(w, k_block=k_block), offsets)
-    for size in (2, 4):
-        for name, wrong in run.ranks(size, faults, k_block)[0].items():
+    for size in DEGREES[1:]:
+        for name, wrong in on_ranks(size, faults, k_block)[0].items():
             run.control(name, wrong, right)
 
 

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from isoexec.kernels.gates import Gate, Run
+from isoexec.kernels.gates.gloo import DEGREES, on_ranks
 from isoexec.kernels.gates.inputs import DTYPES, fill, nudged, odd_values, shuffled, wide
 from isoexec.kernels.gates.recipes import close, company, gradients, reruns, trainer_forwards
 from isoexec.kernels.groups import all_reduce, name_of
@@ -116,13 +117,13 @@ def _batch_invariance(run: Run) -> None:
 
 
 def shards(
-    rank: int, size: int, group: ProcessGroup | None, dtype: torch.dtype, k_block: int, sp: bool
+    rank: int, size: int, group: ProcessGroup | None, dtype: torch.dtype, k_block: int, sp: bool, head: bool
 ) -> dict[str, list[Tensor]]:
-    """Outputs and gradients of a rank's part of a column-parallel, a gate-and-up, a head and a row-parallel linear."""
-    S, B, K, N = 20, 3, 4 * k_block, 8 * k_block
+    """Outputs and gradients of a rank's part of a head, or of a column-parallel and a gate-and-up, and a row-parallel linear."""
+    S, B, K, N = 24, 3, 4 * k_block, 8 * k_block
     x, h = fill(S, B, K, salt=1, dtype=dtype), fill(S, B, N, salt=5, dtype=dtype)
     w_in, w_out = fill(2 * N, K, salt=3, dtype=dtype), fill(K, N, salt=4, dtype=dtype)
-    g_in, g_head = fill(S, B, 2 * N, salt=10, dtype=dtype), fill(S, B, 2 * N, salt=11)
+    g_in = fill(S, B, 2 * N, salt=11) if head else fill(S, B, 2 * N, salt=10, dtype=dtype)
     g_out = fill(S, B, K, salt=9, dtype=dtype)
 
     def own(t: Tensor, dim: int) -> Tensor:
@@ -134,13 +135,15 @@ def shards(
     column = partial(column_linear, k_block=k_block, group=group, sequence_parallel=sp)
     row = partial(row_linear, k_block=k_block, group=group, sequence_parallel=sp)
     x_own, g_own = (own(t, 0) if sp else t for t in (x, g_out))
-    done = {
-        "column": gradients(column, [x_own, own(w_in, 0)], own(g_in, 2)),
-        "gate_up": gradients(partial(column, interleave=2), [x_own, halves(w_in, 0)], halves(g_in, 2)),
-        "head": gradients(partial(column, out_dtype=torch.float32), [x_own, own(w_in, 0)], own(g_head, 2)),
-        "row": gradients(row, [own(h, 2), own(w_out, 1)], g_own),
-    }
-    many, w_many = fill(1300, N, salt=13, dtype=dtype), fill(32, N, salt=14, dtype=dtype)
+    done = {"row": gradients(row, [own(h, 2), own(w_out, 1)], g_own)}
+    if head:
+        call = partial(column, out_dtype=torch.float32)
+        done["head"] = gradients(call, [x_own, own(w_in, 0)], own(g_in, 2))
+    else:
+        done["column"] = gradients(column, [x_own, own(w_in, 0)], own(g_in, 2))
+        turns = partial(column, interleave=2)
+        done["gate_up"] = gradients(turns, [x_own, halves(w_in, 0)], halves(g_in, 2))
+    many, w_many = fill(1304, N, salt=13, dtype=dtype), fill(32, N, salt=14, dtype=dtype)
     packed = pack_weight(own(w_many, 1), k_block=k_block)
     done["hand_off"] = [
         hand_off(own(t, 1), packed, group, scatter=sp) for t in (many, *(() if sp else (many[:1],)))
@@ -171,10 +174,10 @@ def _merge_halves(parts: tuple[Tensor, ...], dim: int) -> Tensor:
 def _partition(run: Run) -> None:
     k_block, head = _k(run), run.constants["boundary"] == "float32"
     for dtype in run.over("dtype", DTYPES):
-        whole = run.ranks(1, shards, dtype, k_block, False)[0]
+        whole = on_ranks(1, shards, dtype, k_block, False, head)[0]
         for axis, sp in (("TP", False), ("SP", True)):
-            for size in run.over(axis, (1, 2, 4)):
-                ranks = run.ranks(size, shards, dtype, k_block, sp and size > 1)
+            for size in run.over(axis, DEGREES):
+                ranks = on_ranks(size, shards, dtype, k_block, sp and size > 1, head)
                 for name in ("head",) if head else ("column", "gate_up"):
                     y, dx, dw = zip(*(r[name] for r in ranks), strict=True)
                     join = _merge_halves if name == "gate_up" else torch.cat
@@ -195,8 +198,8 @@ def _partition(run: Run) -> None:
         pack_weight(fill(4 * k_block, 8 * k_block, salt=4), k_block=k_block),
         None,
     )
-    for size in (2, 4):
-        for name, wrong in run.ranks(size, faults, k_block)[0].items():
+    for size in DEGREES[1:]:
+        for name, wrong in on_ranks(size, faults, k_block)[0].items():
             run.control(name, wrong, right)
 
 

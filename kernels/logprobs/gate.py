@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from isoexec.kernels.gates import Gate, Run
+from isoexec.kernels.gates.gloo import DEGREES, on_ranks
 from isoexec.kernels.gates.inputs import DTYPES, fill, ids, nudged, shuffled, wide
 from isoexec.kernels.gates.recipes import close, company, gradients, reruns, trainer_forwards
 from isoexec.kernels.groups import all_reduce, gather_rows, name_of
@@ -148,21 +149,21 @@ def faults(rank: int, size: int, group: ProcessGroup | None, leaves: int) -> dic
 def _partition(run: Run) -> None:
     leaves = _leaves(run)
     for dtype in run.over("dtype", DTYPES):
-        out, dz = run.ranks(1, shards, dtype, leaves)[0]
-        for size in run.over("TP", [s for s in (1, 2, 4) if s <= leaves]):
-            outs, dzs = zip(*run.ranks(size, shards, dtype, leaves), strict=True)
+        out, dz = on_ranks(1, shards, dtype, leaves)[0]
+        for size in run.over("TP", [s for s in DEGREES if s <= leaves]):
+            outs, dzs = zip(*on_ranks(size, shards, dtype, leaves), strict=True)
             for got in outs:
                 run.equal(got, out)
             run.equal(torch.cat(dzs, -1), dz)
-        out, dz = run.ranks(1, spreads, dtype, leaves)[0]
-        for size in [s for s in (2, 4) if s <= leaves]:
-            outs, dzs = zip(*run.ranks(size, spreads, dtype, leaves), strict=True)
+        out, dz = on_ranks(1, spreads, dtype, leaves)[0]
+        for size in [s for s in DEGREES[1:] if s <= leaves]:
+            outs, dzs = zip(*on_ranks(size, spreads, dtype, leaves), strict=True)
             for got in outs:
                 run.equal(got, out)
             run.equal(torch.cat(dzs, -1), dz)
     if leaves < 4:
         return
-    found = run.ranks(4, faults, leaves)[0]
+    found = on_ranks(4, faults, leaves)[0]
     right = found.pop("right")
     for name, wrong in found.items():
         run.control(name, wrong, right)

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from isoexec.kernels.gates import Gate, Run
+from isoexec.kernels.gates.gloo import DEGREES, on_ranks
 from isoexec.kernels.gates.inputs import DTYPES, fill, nudged, odd_values, shuffled, wide
 from isoexec.kernels.gates.recipes import close, company, gradients, reruns, trainer_forwards
 from isoexec.kernels.rms_norm import add_rms_norm, naive, residual_add, rms_norm, rms_norm_grad
@@ -102,8 +103,8 @@ def shards(
 
     `fault` "" is right; "no_hand_over" sums on each rank alone, "reversed" gives the ranks their rows from the end.
     """
-    x, g = fill(20, 3, 128, salt=1, dtype=dtype), fill(20, 3, 128, salt=9, dtype=dtype)
-    heads, g_heads = fill(20, 3, 8, 32, salt=7, dtype=dtype), fill(20, 3, 8, 32, salt=12, dtype=dtype)
+    x, g = fill(24, 3, 128, salt=1, dtype=dtype), fill(24, 3, 128, salt=9, dtype=dtype)
+    heads, g_heads = fill(24, 3, 16, 32, salt=7, dtype=dtype), fill(24, 3, 16, 32, salt=12, dtype=dtype)
     w, w_heads = fill(128, salt=6, dtype=dtype), fill(32, salt=8, dtype=dtype)
     at = size - 1 - rank if fault == "reversed" else rank
     x, g = (t.chunk(size, 0)[at] for t in (x, g))
@@ -128,16 +129,16 @@ def shards(
 @GATE.check("partition_invariance")
 def _partition(run: Run) -> None:
     for dtype in run.over("dtype", DTYPES):
-        whole = run.ranks(1, shards, dtype, "")[0]
+        whole = on_ranks(1, shards, dtype, "")[0]
         for axis, name, dim in (("SP", "sequence", 0), ("TP", "heads", 2)):
-            for size in run.over(axis, (1, 2, 4)):
-                y, dx, dw = zip(*(r[name] for r in run.ranks(size, shards, dtype, "")), strict=True)
+            for size in run.over(axis, DEGREES):
+                y, dx, dw = zip(*(r[name] for r in on_ranks(size, shards, dtype, "")), strict=True)
                 run.equal([torch.cat(y, dim), torch.cat(dx, dim), dw[0]], whole[name])
                 for rest in dw[1:]:  # a sum over the group is then exact
                     run.equal(rest, torch.zeros_like(rest))
-    for size in (2, 4):
+    for size in DEGREES[1:]:
         for fault in ("no_hand_over", "reversed"):
-            ranks = run.ranks(size, shards, torch.float32, fault)
+            ranks = on_ranks(size, shards, torch.float32, fault)
             for name in ("sequence", "heads"):
                 total = torch.stack([r[name][2] for r in ranks]).sum(0)
                 run.control(f"{fault}_{name}", total, whole[name][2])

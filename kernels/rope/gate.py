@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from isoexec.kernels.gates import Gate, Run
+from isoexec.kernels.gates.gloo import DEGREES, on_ranks
 from isoexec.kernels.gates.inputs import DTYPES, fill, ids, nudged, odd_values, wide
 from isoexec.kernels.gates.recipes import close, company, gradients, reruns, trainer_forwards
 from isoexec.kernels.rope import naive, rope, rope_grad
@@ -102,12 +103,12 @@ def shards(
 @GATE.check("partition_invariance")
 def _partition(run: Run) -> None:
     for dtype in run.over("dtype", DTYPES):
-        whole = run.ranks(1, shards, dtype, False, True)[0]
+        whole = on_ranks(1, shards, dtype, False, True)[0]
         for axis, sp in (("TP", False), ("SP", True)):
-            for size in run.over(axis, (1, 2, 4)):
-                parts = run.ranks(size, shards, dtype, sp, True)
+            for size in run.over(axis, DEGREES):
+                parts = on_ranks(size, shards, dtype, sp, True)
                 run.equal([torch.cat(p, 0 if sp else 1) for p in zip(*parts, strict=True)], whole)
-    parts = run.ranks(2, shards, dtype, True, False)
+    parts = on_ranks(2, shards, dtype, True, False)
     run.control("positions_restart_on_each_rank", [torch.cat(p) for p in zip(*parts, strict=True)], whole)
 
 

@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from isoexec.kernels.gates import Gate, Run
+from isoexec.kernels.gates.gloo import DEGREES, on_ranks
 from isoexec.kernels.gates.inputs import DTYPES, fill, nudged, odd_values, wide
 from isoexec.kernels.gates.recipes import close, company, gradients, reruns, trainer_forwards
 from isoexec.kernels.silu_mul import naive, silu_mul
@@ -85,12 +86,12 @@ def shards(
 @GATE.check("partition_invariance")
 def _partition(run: Run) -> None:
     for dtype in run.over("dtype", DTYPES):
-        whole = run.ranks(1, shards, dtype, False)[0]
+        whole = on_ranks(1, shards, dtype, False)[0]
         for axis in ("TP", "ETP", "EP"):  # columns of a layer, columns of experts, rows of experts
-            for size in run.over(axis, (1, 2, 4)):
-                parts = zip(*run.ranks(size, shards, dtype, False, int(axis != "EP")), strict=True)
+            for size in run.over(axis, DEGREES):
+                parts = zip(*on_ranks(size, shards, dtype, False, int(axis != "EP")), strict=True)
                 run.equal([torch.cat(part, int(axis != "EP")) for part in parts], whole)
-        mixed = [torch.cat(p, 1) for p in zip(*run.ranks(2, shards, dtype, True), strict=True)]
+        mixed = [torch.cat(p, 1) for p in zip(*on_ranks(2, shards, dtype, True), strict=True)]
         run.control("halves_cut_across", mixed, whole)
 
 
