@@ -103,7 +103,7 @@ FAMILIES: tuple[Family, ...] = (
         family="qwen3-dense",
         architectures=("Qwen3ForCausalLM",),
         about=(
-            "Dense Qwen3 on CPU: engine and trainer give the same bits for TP 1 and 2, with sequence and pipeline parallelism.",
+            "Dense Qwen3 on CPU: engine and trainer give the same bits for TP 1 and 2, with sequence parallelism, PP and DP.",
             "Serves any size whose K and N shards are whole K blocks of 64 at TP 2.",
         ),
         facts=CPU_DENSE,
@@ -118,7 +118,7 @@ FAMILIES: tuple[Family, ...] = (
         family="mimo-dense",
         architectures=("MiMoForCausalLM", "Qwen2ForCausalLM"),
         about=(
-            "Dense MiMo on CPU: engine and trainer give the same bits for TP 1 and 2, with sequence and pipeline parallelism.",
+            "Dense MiMo on CPU: engine and trainer give the same bits for TP 1 and 2, with sequence parallelism, PP and DP.",
             "MiMo's layers are Qwen2's: a bias on query, key and value, no norm of their heads. An untied Qwen2 is served too.",
             _MTP,
         ),

@@ -64,6 +64,9 @@ __all__ = [
 Facts = Mapping[str, Mapping[str, object] | Value]
 Degrees = Mapping[str, tuple[int, ...]]
 
+EVERY = (1, 2, 4, 8)
+"""Degrees that gates compare."""
+
 LENGTH = 8192
 """Rows of the rotary table, so tokens of the longest sequence."""
 
@@ -222,7 +225,7 @@ CPU_MOE: Facts = {
     "shared_size": 0,
 }
 CPU_ENGINE: Degrees = {"TP": (1, 2)}
-CPU_TRAINER: Degrees = {"TP": (1, 2), "SP": (1, 2), "PP": (1, 2)}
+CPU_TRAINER: Degrees = {"TP": (1, 2), "SP": (1, 2), "PP": EVERY, "DP": EVERY}
 CPU_MOE_ENGINE: Degrees = {"TP": (1, 2), "EP": (1, 2), "ETP": (1, 2)}
 CPU_MOE_TRAINER: Degrees = {**CPU_MOE_ENGINE, "SP": (1, 2)}
 
@@ -302,7 +305,6 @@ def cpu_moe(*head: Part) -> tuple[Part, ...]:
 _PAIRS: Mapping[str, Value] = {"reduce": "pair_tree", "accumulate": "float32"}
 _MMA: Mapping[str, Value] = {"step": 16, "accumulate": "float32"}
 _CENTRED = "rms_norm.pairs_centred/1"
-EVERY = (1, 2, 4, 8)
 
 # a rank's shard of every sum is whole tensor-core steps of 16, and 8 leaves of the vocabulary are too
 SM90: Facts = {
