@@ -77,7 +77,7 @@ def test_a_region_bound_by_case_needs_the_case() -> None:
 
 def test_claims_of_topology_are_read_by_role_and_axis() -> None:
     claims = SHIPPED.claims.topology
-    assert claims["trainer"]["PP"].domain == (1, 2)
+    assert claims["trainer"]["PP"].domain == (1, 2, 4, 8)
     assert claims["engine"]["PP"].pinned == 1
     assert SHIPPED.cases_of("engine") == ("engine_decode", "engine_prefill")
 

@@ -200,8 +200,8 @@ def test_an_unproven_topology_is_refused_naming_axis_degree_and_domain(
             MegatronAdapter(native).plan(contract)
         return f"{caught.value.axis} {caught.value.found} | {caught.value.admitted}"
 
-    dp, tp = (layout_of(world=2), layout_of(tp=4, world=4))
-    assert launch(lambda: work(dp), dp)[0] == "DP 2 | pinned 1"
+    dp, tp = (layout_of(world=3), layout_of(tp=4, world=4))
+    assert launch(lambda: work(dp), dp)[0] == "DP 3 | invariant over {1, 2, 4, 8}"
     narrow = contract.claims.topology["trainer"]["TP"]
     assert not narrow.admits(4)
 
