@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import types
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def edited_contract(source: Path, target: Path, edit: dict[str, Any]) -> Path:
         for part in way:
             name, _, wanted = part.partition("=")
             at = next(item for item in at if item[name] == wanted) if wanted else at[part]
-        at[last] = value
+        at[last] = deepcopy(value)  # a value that is given twice would be an anchor
     target.write_text(yaml.safe_dump(data, sort_keys=False))
     return target
 

@@ -37,8 +37,8 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }  # fmt: skip
 
-TINY: dict[str, Any] = {"hidden": 128, "ffn": 256, "heads": 8, "kv_heads": 8, "head_dim": 32, "vocab": 512}
-"""Of the models on a CPU, which eight ranks can share."""
+TINY: dict[str, Any] = {"hidden": 512, "ffn": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "vocab": 512}
+"""Of the models on a CPU, which eight ranks can share in the blocks of the CPU's chain."""
 
 LONGEST = {True: (60, 40), False: (4096, 2048)}
 """Tokens of the longest prompt and response: tiny, or not."""

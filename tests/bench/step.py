@@ -111,7 +111,7 @@ class Bench:
             import torch
 
             write_config(self.model, **sizes, max_positions=8192, dtype=torch.bfloat16)
-        self.contract = library(f"{stem}-{'cpu' if args.tiny else 'sm90'}")
+        self.contract = args.contract or library(f"{stem}-{'cpu' if args.tiny else 'sm90'}")
         self.task = Task(
             vocab=TINY["vocab"] if args.tiny else sizes["vocab"],
             prompts=args.prompts,
@@ -432,6 +432,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--profile", action="store_true", help="profile a step of each job into OUT/profile")
     parser.add_argument("--faults", type=_names, default=[], help=f"of {', '.join(_FAULTS)}")
+    parser.add_argument("--contract", type=Path, help="in the place of the shipped one")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "step-report")))
     return parser
 

@@ -106,14 +106,10 @@ class Run:
             self.write()
 
     def steps(self) -> None:
-        model = self.args.models[0]
         for ranks in self._degrees("steps", 1):
             out = self.out / f"step-{ranks}"
             degrees = ["--engine-tp", str(ranks), "--trainer-tp", str(ranks)]
             degrees += ["--sequence-parallel"] if ranks > 1 else []
-            shape = (
-                ["--tiny"] if self.args.tiny else ["--model", model, "--layers", str(self.args.train_layers)]
-            )
             measured = ["--sides", "native,contract", "--rounds", "1", "--steps", "3"]
             self._script(
                 "steps",
@@ -121,7 +117,7 @@ class Run:
                 out,
                 "step.py",
                 *degrees,
-                *shape,
+                *self._shape(),
                 *measured,
                 "--out",
                 str(out),
@@ -146,18 +142,19 @@ class Run:
         if self.found["faults"]:
             return
         out = self.out / "faults"
-        shape = (
-            ["--tiny"]
-            if self.args.tiny
-            else ["--model", self.args.models[0], "--layers", str(self.args.train_layers)]
-        )
         degrees = ["--engine-tp", str(ranks), "--trainer-tp", str(ranks)]
         rest = ["--sides", "contract", "--rounds", "0", "--faults", "claim,one-rank", "--out", str(out)]
-        self._script("faults", ranks, out, "step.py", *shape, *degrees, *rest)
+        self._script("faults", ranks, out, "step.py", *self._shape(), *degrees, *rest)
         made = out / "step.json"
         if made.exists():
             self.found["faults"] = {"ranks": ranks, **json.loads(made.read_text())["faults"]}
         self.write()
+
+    def _shape(self) -> list[str]:
+        """The first model, in options of step.py."""
+        model = self.args.models[0]
+        shape = ["--tiny"] if self.args.tiny else ["--model", model, "--layers", str(self.args.train_layers)]
+        return [*shape, "--contract", str(self.runtimes.contract(model))]
 
     def _degrees(self, part: str, lowest: int) -> list[int]:
         held = [n for n in DEGREES if lowest <= n <= self.args.devices]

@@ -27,6 +27,7 @@ from sampled import (  # type: ignore[import-not-found]
     scored,
 )
 from topologies_plan import (  # type: ignore[import-not-found]
+    DEGREES,
     Kind,
     Side,
     Unit,
@@ -36,6 +37,7 @@ from topologies_plan import (  # type: ignore[import-not-found]
     waves,
 )
 
+from isoexec.adapters.demo.faults import edited_contract
 from isoexec.adapters.demo.job import Job, Layout, pad
 from isoexec.adapters.demo.processes import call_all
 from isoexec.adapters.demo.services import Daemon
@@ -91,6 +93,27 @@ def joined(ranks: Sequence[Digests]) -> Digests:
     return {name: add_partials([own[name] for own in ranks if name in own]) for name in names}
 
 
+def widened(stem: str) -> dict[str, Any]:
+    """What a CPU contract must say to claim eight ranks: its records have them, but not for widths of any size."""
+    every, eighth, block = (
+        {"invariant": list(DEGREES)},
+        {"multiple_of": 8, "minimum": 8},
+        {"multiple_of": 512, "minimum": 512},
+    )
+    axes = {"engine": ["TP"], "trainer": ["TP", "SP"]}
+    widths = ["hidden_size", "q_width", "qkv_width", "vocab_size"]
+    if stem == CONTRACTS[True][_EXPERTS]:
+        axes = {role: [*own, "EP", "ETP"] for role, own in axes.items()}
+        widths.append("expert_size")
+    else:
+        widths.append("intermediate_size")
+    return {
+        **{f"claims.topology.{role}.{axis}": every for role, own in axes.items() for axis in own},
+        **{f"model.facts.{name}": eighth for name in ("heads", "kv_heads")},
+        **{f"model.facts.{name}": block for name in widths},
+    }
+
+
 class Runtimes:
     """Starts units in groups and keeps what they found in ``found``, by model, side and name; ``write`` is called after each."""
 
@@ -121,7 +144,12 @@ class Runtimes:
         return found
 
     def contract(self, model: str) -> Path:
-        return library(f"{CONTRACTS[self.args.tiny][model]}-{'cpu' if self.args.tiny else 'sm90'}")
+        """The shipped contract; on a CPU one that claims up to eight ranks, for models that so many can share."""
+        stem = CONTRACTS[self.args.tiny][model]
+        if not self.args.tiny:
+            return library(f"{stem}-sm90")
+        edited = self.work / f"{stem}-cpu.yaml"
+        return edited if edited.exists() else edited_contract(library(f"{stem}-cpu"), edited, widened(stem))
 
     def folder(self, model: str, layers: int | None = None) -> Path:
         """The model's folder: on a CPU a tiny checkpoint, else a configuration to which `publish` adds the weights."""
