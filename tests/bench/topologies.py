@@ -40,6 +40,7 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 import torch
+from step import medians  # type: ignore[import-not-found]
 from topologies_page import differing, first_of, markdown  # type: ignore[import-not-found]
 from topologies_plan import DEGREES  # type: ignore[import-not-found]
 from topologies_work import (  # type: ignore[import-not-found]
@@ -99,10 +100,10 @@ class Run:
     def schedules(self) -> None:
         for ranks in self._degrees("schedules", 2):
             out = self.out / f"handoff-{ranks}"
-            self._script("schedules", ranks, out, "handoff.py", "--gpus", str(ranks), *self.args.handoff)
-            made = out / "handoff.json"
-            if made.exists():
-                self.found["schedules"][str(ranks)] = json.loads(made.read_text())["times"]
+            words = ["--gpus", str(ranks), *self.args.handoff]
+            found = self._script("schedules", ranks, out, "handoff.py", *words)
+            if found:
+                self.found["schedules"][str(ranks)] = found["times"]
             self.write()
 
     def steps(self) -> None:
@@ -111,28 +112,12 @@ class Run:
             degrees = ["--engine-tp", str(ranks), "--trainer-tp", str(ranks)]
             degrees += ["--sequence-parallel"] if ranks > 1 else []
             measured = ["--sides", "native,contract", "--rounds", "1", "--steps", "3"]
-            self._script(
-                "steps",
-                ranks,
-                out,
-                "step.py",
-                *degrees,
-                *self._shape(),
-                *measured,
-                "--out",
-                str(out),
-                *self.args.step,
-            )
-            self._sides("steps", ranks, out)
+            words = [*degrees, *self._shape(), *measured, *self.args.step]
+            found = self._script("steps", ranks, out, "step.py", *words)
+            if found:
+                sides = found["sides"].items()
+                self.found["steps"][str(ranks)] = {side: medians(entry["steps"]) for side, entry in sides}
             self.write()
-
-    def _sides(self, part: str, ranks: int, out: Path) -> None:
-        from step import medians  # type: ignore[import-not-found]
-
-        made = out / "step.json"
-        if made.exists():
-            sides = json.loads(made.read_text())["sides"]
-            self.found[part][str(ranks)] = {side: medians(entry["steps"]) for side, entry in sides.items()}
 
     def faults(self) -> None:
         ranks = min(self.args.devices, self.args.fault_tp)
@@ -143,11 +128,10 @@ class Run:
             return
         out = self.out / "faults"
         degrees = ["--engine-tp", str(ranks), "--trainer-tp", str(ranks)]
-        rest = ["--sides", "contract", "--rounds", "0", "--faults", "claim,one-rank", "--out", str(out)]
-        self._script("faults", ranks, out, "step.py", *self._shape(), *degrees, *rest)
-        made = out / "step.json"
-        if made.exists():
-            self.found["faults"] = {"ranks": ranks, **json.loads(made.read_text())["faults"]}
+        rest = ["--sides", "contract", "--rounds", "0", "--faults", "claim,one-rank"]
+        found = self._script("faults", ranks, out, "step.py", *self._shape(), *degrees, *rest)
+        if found:
+            self.found["faults"] = {"ranks": ranks, **found["faults"]}
         self.write()
 
     def _shape(self) -> list[str]:
@@ -160,12 +144,12 @@ class Run:
         held = [n for n in DEGREES if lowest <= n <= self.args.devices]
         return [n for n in held if str(n) not in self.found[part]]
 
-    def _script(self, part: str, ranks: int, out: Path, script: str, *words: str) -> None:
-        """Run another script of this folder; where it fails or time is up, say so."""
+    def _script(self, part: str, ranks: int, out: Path, script: str, *words: str) -> dict[str, Any]:
+        """Run another script of this folder, and give what it found; where it fails or time is up, say so."""
         name = f"{part} of {ranks} ranks"
         if self.runtimes.left < self.args.reserve:
             self.found["absent"][name] = "no time was left"
-            return
+            return {}
         out.mkdir(parents=True, exist_ok=True)
         self.runtimes.say(name)
         command = [
@@ -183,16 +167,22 @@ class Run:
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
                 self.found["absent"][name] = f"did not end in its time; see {out.name}/log.txt"
-                return
-        if done.returncode:
-            self.found["absent"][name] = f"{script} ended with {done.returncode}; see {out.name}/log.txt"
+            else:
+                if done.returncode:
+                    self.found["absent"][name] = (
+                        f"{script} ended with {done.returncode}; see {out.name}/log.txt"
+                    )
+        made = out / script.replace(".py", ".json")
+        found: dict[str, Any] = json.loads(made.read_text()) if made.exists() else {}
+        return found
 
     def write(self) -> None:
         """Write what is known so far."""
         self.facts["seconds"] = round(self.args.seconds - self.runtimes.left, 1)
         self.out.mkdir(parents=True, exist_ok=True)
         (self.out / "topologies.json").write_text(json.dumps(self.found, indent=1) + "\n")
-        (self.out / "topologies.md").write_text(markdown(self.found))
+        for page in filter(None, (self.out / "topologies.md", self.args.page)):
+            page.write_text(markdown(self.found))
 
 
 def device_facts(tiny: bool) -> dict[str, Any]:
@@ -272,6 +262,7 @@ def _parser() -> argparse.ArgumentParser:
         "--handoff", type=_names, default=[], help="further options of handoff.py, by commas: --shipped"
     )
     parser.add_argument("--step", type=_names, default=[], help="further options of step.py, by commas")
+    parser.add_argument("--page", type=Path, help="write the page there too: docs/results/topologies-h200.md")
     parser.add_argument("--resume", type=Path, help="go on from this folder's run, into the same folder")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "topologies-report")))
     return parser
