@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers bound into vLLM 0.25 for CUDA (V2 model runner, compiled, CUDA graphs), one per region, and how they get there.
+"""The layers bound into vLLM 0.25 and 0.26 for CUDA (V2 model runner, compiled, graphs), one per region, and how they get there.
 
 ===================  ==========================================================================  ==================
 region               extension point                                                             where it is missing

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from isoexec.adapters.vllm.cuda_attention import PAGES, IsoExecMetadata, IsoExecMetadataBuilder
+from isoexec.adapters.vllm.hooks import refuse_unless
 from isoexec.kernels.canaries import Answer
 
 __all__ = ["Attention", "logprobs"]
@@ -22,6 +23,7 @@ CALLERS = (
     "vllm.v1.worker.gpu.sample.prompt_logprob",
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler",
 )
+CALLED = ("compute_topk_logprobs", "compute_topk_scores")  # of vLLM 0.25, of 0.26
 
 
 class _Step(NamedTuple):
@@ -118,12 +120,24 @@ def logprobs(sampler: Any) -> Callable[..., Answer]:
 
     def call(logits: Tensor, target: Tensor) -> Answer:
         callers = dict.fromkeys((type(sampler).__module__, *CALLERS))
-        found = [
-            importlib.import_module(name).compute_topk_logprobs(logits.clone(), 1, target).logprobs
-            for name in callers
-        ]
+        found = [_called(name)(logits.clone(), 1, target).logprobs for name in callers]
         first = found[0]
         # where they differ no digest of it can match
         return Answer.where_equal(first[:, 0], *((first, other) for other in found[1:]))
 
     return call
+
+
+def _called(module: str) -> Callable[..., Any]:
+    """What a caller of the runner's logprobs calls: the function in its own module, which a patch may have exchanged there."""
+    own = vars(importlib.import_module(module))
+    found = [own[name] for name in CALLED if name in own]
+    refuse_unless(
+        len(found) == 1,
+        "logprobs",
+        f"one of {' and '.join(CALLED)} in {module}",
+        f"{len(found)} of them",
+        "use a build of the engine that this release was tried with",
+    )
+    made: Callable[..., Any] = found[0]
+    return made

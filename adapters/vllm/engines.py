@@ -65,8 +65,8 @@ _FUSIONS = (
 ENGINES: tuple[Engine, ...] = (
     Engine(
         distribution="vllm",
-        lowest=(0, 25, 1),
-        below=(0, 26, 0),
+        lowest=(0, 25, 0),
+        below=(0, 27, 0),  # which has another torch, and no record is of it on a GPU
         arch="sm90",
         module="isoexec.adapters.vllm.cuda",
         worker="isoexec.adapters.vllm.cuda_worker.IsoExecCUDAWorker",

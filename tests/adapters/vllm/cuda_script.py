@@ -7,6 +7,7 @@ the specification; what the compiler makes of the layers is traced over meta ten
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -308,7 +309,24 @@ def logprobs() -> dict[str, Any]:
     )
     found = logprob.compute_token_logprobs(logits, ids)
     wanted = [specified.token_logprobs(logits, ids[:, j].long(), vocab_leaves=2) for j in range(3)]
-    return {"shape": list(found.shape), "equal": torch.equal(found, torch.stack(wanted, 1))}
+
+    logprob._ranks_kernel = {(3,): lambda *_, **__: None}  # of ranks, which no region has
+    sampler = type("Sampler", (), {"__module__": cuda_canaries.CALLERS[0]})()
+
+    def asked() -> bool:
+        answer = cuda_canaries.logprobs(sampler)(logits, ids[:, 0].contiguous())
+        return torch.equal(answer.out, wanted[0]) and not any(map(bool, answer.void))
+
+    caller = vars(importlib.import_module(cuda_canaries.CALLERS[1]))
+    name = next(name for name in cuda_canaries.CALLED if name in caller)
+    kept = caller[name]
+    told: dict[str, Any] = {"asked": asked()}
+    caller[name] = lambda z, *_: SimpleNamespace(logprobs=z.log_softmax(-1)[:, :2])
+    told["exchanged"] = asked()
+    del caller[name]
+    told["gone"] = refused(asked)
+    caller[name] = kept
+    return {"shape": list(found.shape), "equal": torch.equal(found, torch.stack(wanted, 1)), **told}
 
 
 def refused(work: Callable[[], Any]) -> str:

@@ -18,6 +18,7 @@ from isoexec.contracts.schema import library
 
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
+GONE = "logprobs: 0 of them"
 SCRIPT = Path(__file__).with_name("cuda_script.py")
 ENVIRONMENT = {
     "arch": "sm90",
@@ -67,7 +68,9 @@ def args(name: str = "qwen3-dense-sm90", **user: Any) -> dict[str, Any]:
     return engine_args(library(name), model="m", dtype="bfloat16", **user)
 
 
-@pytest.mark.parametrize(("version", "admitted"), [("0.25.0", False), ("0.25.1", True), ("0.26.0", False)])
+@pytest.mark.parametrize(
+    ("version", "admitted"), [("0.24.0", False), ("0.25.0", True), ("0.26.0", True), ("0.27.0", False)]
+)
 def test_the_engine_is_chosen_by_its_distribution_and_version(
     version: str, admitted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +87,7 @@ def test_the_engine_is_chosen_by_its_distribution_and_version(
         return
     with pytest.raises(InstallError) as refused:
         engines.require_engine()
-    assert "vllm >=0.25.1,<0.26.0" in refused.value.wanted
+    assert "vllm >=0.25.0,<0.27.0" in refused.value.wanted
     assert refused.value.found == f"vllm {version}"
 
 
@@ -209,7 +212,13 @@ def test_what_a_graph_holds_is_filled_again_where_it_lies(found: dict[str, Any])
 
 
 def test_logprobs_of_the_engines_function_are_the_contracts(found: dict[str, Any]) -> None:
-    assert found["logprobs"] == {"shape": [3, 3], "equal": True}
+    assert found["logprobs"] == {
+        "shape": [3, 3],
+        "equal": True,
+        "asked": True,
+        "exchanged": False,
+        "gone": GONE,
+    }
 
 
 def test_every_layer_is_asked_with_the_steps_of_one_attention_canary(found: dict[str, Any]) -> None:
