@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,10 @@ def test_contracts_and_daemon_use_no_assert() -> None:
         if isinstance(n, ast.Assert)
     ]
     assert found == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "results").glob("*.md")), ids=named)
+def test_a_page_names_records_that_lie_there(path: Path) -> None:
+    """A record is named by the first twelve digits of its digest."""
+    records = {p.stem[:12] for p in (ROOT / "contracts" / "evidence").glob("*.json")}
+    assert set(re.findall(r"`([0-9a-f]{12})`", path.read_text())) <= records
