@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -16,14 +13,6 @@ from isoexec.contracts.parts import AXES
 from isoexec.kernels.gates import gloo, ranks
 from isoexec.kernels.gates.found import contracts_for
 from isoexec.kernels.gates.verifying import names
-
-
-@pytest.fixture
-def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    ranks.close()  # ranks take the path of the moment they start
-    yield importlib.import_module("rank_workers")
-    ranks.close()
 
 
 def test_eight_processes_of_one_group_beside_the_pool_of_four(workers: ModuleType) -> None:

@@ -3,23 +3,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from isoexec.kernels.gates import ranks
-
-
-@pytest.fixture
-def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    ranks.close()  # ranks take the path of the moment they start
-    yield importlib.import_module("rank_workers")
-    ranks.close()
 
 
 def test_ranks_are_other_processes_of_one_group_and_stay(workers: ModuleType) -> None:
