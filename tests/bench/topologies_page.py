@@ -49,24 +49,34 @@ def first_of(trained: Mapping[str, Any]) -> str:
 
 def _bits(of: Mapping[str, Any]) -> list[str]:
     contract, native = of["bits"].get("contract", {}), of["bits"].get("native", {})
-    if not (contract or native):
+    pairs = [pair.split(" x ") for pair in {*contract, *native}]
+    if not pairs:
         return []
+    engines, trainers = (_ordered({pair[i] for pair in pairs}) for i in range(2))
+    tokens = sorted({one["tokens"] for one in contract.values()})
+    many = " to ".join(f"{n:,}" for n in dict.fromkeys((*tokens[:1], *tokens[-1:])))
     lines = [
-        f"Weights: {len(of['weights'])} tensors, of one digest in every runtime. d is in nats.",
+        f"Weights: {len(of['weights'])} tensors, of one digest in every runtime.",
         "",
-        "| engine x trainer | tokens | equal by contract | max abs d | native tokens | equal natively | mean abs d | max abs d |",
-        "|---|---|---|---|---|---|---|---|",
+        f"Share of tokens with equal logprobs as integers under the contract, of {many} in each cell;",
+        "in brackets natively: the share, mean and largest abs d in nats.",
+        "",
+        "| trainer | " + " | ".join(f"engine {name}" for name in engines) + " |",
+        "|---|" + "---|" * len(engines),
     ]
-    for pair in _ordered({*contract, *native}):
-        held, beside = contract.get(pair), native.get(pair)
-        left = f"{held['tokens']:,} | {held['share']:.6f} | {held['max_abs_d']:.2g}" if held else "- | - | -"
-        right = (
-            f"{beside['tokens']:,} | {beside['share']:.6f} | {beside['mean_abs_d']:.1e} | {beside['max_abs_d']:.2g}"
-            if beside
-            else "- | - | - | -"
-        )
-        lines.append(f"| {pair} | {left} | {right} |")
+    for trainer in trainers:
+        names = [f"{engine} x {trainer}" for engine in engines]
+        lines.append(f"| {trainer} | {' | '.join(_cell(contract.get(n), native.get(n)) for n in names)} |")
     return [*lines, ""]
+
+
+def _cell(contract: Mapping[str, Any] | None, native: Mapping[str, Any] | None) -> str:
+    said = f"{contract['share']:.6f}" if contract else "-"
+    if contract and contract["equal"] != contract["tokens"]:
+        said += f", {contract['tokens'] - contract['equal']:,} differ, {contract['max_abs_d']:.2g} at most"
+    if native:
+        said += f" ({native['share']:.6f}, {native['mean_abs_d']:.1e}, {native['max_abs_d']:.2g})"
+    return said
 
 
 def differing(trained: Mapping[str, Any], name: str) -> list[int]:
