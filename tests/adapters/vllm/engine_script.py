@@ -159,6 +159,13 @@ def swap_one_layer_of_rank_one(worker: Any) -> None:
         worker.get_model().model.layers[2].mlp.down_proj.__class__ = RowParallelLinear
 
 
+def emptied(worker: Any) -> list[str]:
+    """In a worker: the linears whose weight the engine has put where nobody can read it, by their last names."""
+    modules = worker.get_model().named_modules()
+    weights = ((name, getattr(module, "weight", None)) for name, module in modules)
+    return sorted({name.split(".")[-1] for name, w in weights if w is not None and w.numel() == 0})
+
+
 def native(first: str, second: str) -> dict[str, Any]:
     """No contract: the engine as it is, only monitored."""
     found: dict[str, Any] = {}
@@ -175,6 +182,7 @@ def native(first: str, second: str) -> dict[str, Any]:
             here["census"] = census(llm)
             parts = llm.collective_rpc("isoexec_weight_partials", timeout=60)[0]
             here["unknown"], here["readable"] = parts["unknown"], sorted(parts["tensors"])
+            here["emptied"] = llm.collective_rpc(emptied, timeout=60)[0]
             rollout.sync(Path(second) / "model.safetensors", 1, step=1)
             here["synced"] = bits(sample(llm, rollout, prompts())[0])
             stop(llm)
