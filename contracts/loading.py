@@ -36,8 +36,9 @@ _FLOAT = re.compile(
     r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 )
 _NUMBER_LIKE = re.compile(r"[-+]?0[xob]?[0-9a-fA-F_]+|\+[0-9]+|[0-9][0-9_]*_[0-9_]*")
-# where libyaml admits what PyYAML refuses or reads it otherwise: tabs, `?`, directives, line breaks YAML 1.2 gave up
-_PARSERS_DIFFER = re.compile("[\t?%\r\x85\u2028\u2029\ufeff]")
+# where libyaml admits what PyYAML refuses or reads it otherwise: tabs, `?`, directives, line breaks YAML 1.2 gave up, and
+# comments that touch a block scalar's indicators
+_PARSERS_DIFFER = re.compile("[\t?%\r\x85\u2028\u2029\ufeff]|[|>][-+0-9]*#")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _FAST: Any = getattr(yaml, "CSafeLoader", None)
 

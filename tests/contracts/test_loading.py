@@ -212,7 +212,8 @@ def test_a_contract_may_be_a_json_file(tmp_path: Path) -> None:
 
 PIECES = ["\n", " ", "\t", "?", "%", "é", "e\u0301", "😀", ":", ": ", " #c", "#", "- ", "[", "]", "{", "}", ",", "&a ",
           "*a", "!!str ", "|\n  x\n", ">\n  y\n", "'", '"', "\\", "---\n", "...\n", "<<: ", "~", "0x1", "\r\n", "\u2028",
-          "\ufeff", "\x85", "\\u00e9", "''", "- - a", "? k\n: v\n", "|2-\n", "@", "`", "a:b"]  # fmt: skip
+          "\ufeff", "\x85", "\\u00e9", "''", "- - a", "? k\n: v\n", "|2-\n", "|#c\n  x\n", ">-#\n  y\n",
+          "@", "`", "a:b"]  # fmt: skip
 SMALL = 'a: "é"\nb:\n  - {x: [1, "2", \'3\'], "y": z}\n  - |\n    text\n  - >-\n    fold\n    ed\n\nc:\n"d": -1 # e\n'
 
 
@@ -231,6 +232,12 @@ def test_both_parsers_give_one_answer(base: str, edits: list[tuple[int, int, str
     if fast is not None:  # else the other parser is asked, and its answer is the answer
         exact = loading._exact(text, "")
         assert (fast.value, fast.documents, fast.spans) == (exact.value, exact.documents, exact.spans)
+
+
+@pytest.mark.parametrize("text", ["- |#\n  a\n", "b: >2-#c\n    a\n", "--- |#c\n a\n"])
+def test_a_comment_that_touches_a_block_scalar_s_indicators_is_refused(text: str) -> None:
+    with pytest.raises(ContractError, match="not YAML"):
+        parse(text)
 
 
 @pytest.mark.skipif(not yaml.__with_libyaml__, reason="PyYAML was built without libyaml: there is one parser")
