@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ __all__ = [
     "Block",
     "Partial",
     "WeightPartials",
+    "add_named",
     "add_partials",
     "is_zero",
     "spans",
@@ -227,6 +228,12 @@ def _magnitude(dtype: torch.dtype) -> int:
 def add_partials(parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """The digest of the tensor whose shards have these digests."""
     return sum(p[0] for p in parts) & _MASK, sum(p[1] for p in parts) & _MASK
+
+
+def add_named(ranks: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
+    """`add_partials` by name, in order: digests of whole tensors from those of the blocks that each rank answers for."""
+    names = sorted({name for own in ranks for name in own})
+    return {name: add_partials([own[name] for own in ranks if name in own]) for name in names}
 
 
 def is_zero(t: torch.Tensor) -> bool:

@@ -120,7 +120,6 @@ class FaultExtension:
     """Methods the demo calls in the engine's workers to break them; mixed in beside the adapter's own."""
 
     model_runner: Any
-
     rank: int
 
     def demo_replace_norm(self, rank: int | None = None) -> str | None:

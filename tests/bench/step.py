@@ -33,7 +33,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -65,7 +65,7 @@ from isoexec.adapters.vllm.engines import sized_cache
 from isoexec.contracts.errors import IsoExecError
 from isoexec.contracts.schema import library
 
-__all__ = ["Bench", "bits", "main", "markdown", "medians"]
+__all__ = ["Bench", "bits", "main", "markdown", "medians", "names", "require_known"]
 
 GIB = 1 << 30
 SIDES = ("native", "contract", "contract+skip", "invariant")
@@ -387,8 +387,16 @@ def medians(steps: list[dict[str, Any]]) -> dict[str, float]:
     return out | {key: max(row["memory"][key] for row in steps) for key in ("trainer", "engine")}
 
 
-def _names(text: str) -> list[str]:
+def names(text: str) -> list[str]:
+    """An option's names, given by commas."""
     return [name for name in text.split(",") if name]
+
+
+def require_known(option: str, chosen: Iterable[str], known: Collection[str]) -> None:
+    """SystemExit where an option holds a name that is none of those it may hold."""
+    found = list(chosen)
+    if set(found) - set(known):
+        raise SystemExit(f"{option}: wanted some of {', '.join(known)}, found {', '.join(found)}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -402,7 +410,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--layers", type=int, help="fewer layers than the shape has, where its optimizer has no room"
     )
-    parser.add_argument("--sides", type=_names, help=f"of {','.join(SIDES)}")
+    parser.add_argument("--sides", type=names, help=f"of {','.join(SIDES)}")
     parser.add_argument("--seconds", type=float, default=500.0, help="limit of the whole run")
     parser.add_argument("--rounds", type=int, default=1000, help="turns of each side at most")
     parser.add_argument("--steps", type=int, default=1, help="measured steps a turn")
@@ -431,7 +439,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the native trainer's attention is Megatron's local one, and not torch's fused one",
     )
     parser.add_argument("--profile", action="store_true", help="profile a step of each job into OUT/profile")
-    parser.add_argument("--faults", type=_names, default=[], help=f"of {', '.join(_FAULTS)}")
+    parser.add_argument("--faults", type=names, default=[], help=f"of {', '.join(_FAULTS)}")
     parser.add_argument("--contract", type=Path, help="in the place of the shipped one")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "step-report")))
     return parser
@@ -441,10 +449,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run it; 1 where a side or a comparison failed."""
     args = _parser().parse_args(argv)
     sides = args.sides or [s for s in SIDES if not (args.tiny and s == "invariant")]
-    if set(sides) - set(SIDES):
-        raise SystemExit(f"--sides: wanted some of {', '.join(SIDES)}, found {', '.join(sides)}")
-    if set(args.faults) - set(_FAULTS):
-        raise SystemExit(f"--faults: wanted some of {', '.join(_FAULTS)}, found {', '.join(args.faults)}")
+    require_known("--sides", sides, SIDES)
+    require_known("--faults", args.faults, _FAULTS)
     args.sides = sides
     small: dict[str, Any] = {"prompts": 2, "prompt": [8, 24], "response": 24}
     large: dict[str, Any] = {"prompts": 8, "prompt": [64, 512], "response": 512}

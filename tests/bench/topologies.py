@@ -41,7 +41,7 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 import torch
-from step import medians  # type: ignore[import-not-found]
+from step import medians, names, require_known  # type: ignore[import-not-found]
 from topologies_page import differing, first_of, markdown  # type: ignore[import-not-found]
 from topologies_plan import DEGREES  # type: ignore[import-not-found]
 from topologies_work import (  # type: ignore[import-not-found]
@@ -222,10 +222,6 @@ def failures(found: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -233,12 +229,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU's adapters, over gloo")
     parser.add_argument(
         "--models",
-        type=_names,
+        type=names,
         help=f"of {', '.join(CONTRACTS[False])}; --tiny: of {', '.join(CONTRACTS[True])}",
     )
     parser.add_argument("--devices", type=int, help="use so many (all GPUs; 8 processes on a CPU)")
-    parser.add_argument("--parts", type=_names, help=f"of {', '.join(PARTS)} (a CPU: bits, training, faults)")
-    parser.add_argument("--sides", type=_names, default=list(SIDES), help=f"of {', '.join(SIDES)}")
+    parser.add_argument("--parts", type=names, help=f"of {', '.join(PARTS)} (a CPU: bits, training, faults)")
+    parser.add_argument("--sides", type=names, default=list(SIDES), help=f"of {', '.join(SIDES)}")
     parser.add_argument(
         "--only", default="", help="units whose name contains this: 'trainer', 'engine TP8', ..."
     )
@@ -260,9 +256,9 @@ def _parser() -> argparse.ArgumentParser:
         "--fault-tp", type=int, default=4, help="ranks, at most, of the engine whose last has another kernel"
     )
     parser.add_argument(
-        "--handoff", type=_names, default=[], help="further options of handoff.py, by commas: --shipped"
+        "--handoff", type=names, default=[], help="further options of handoff.py, by commas: --shipped"
     )
-    parser.add_argument("--step", type=_names, default=[], help="further options of step.py, by commas")
+    parser.add_argument("--step", type=names, default=[], help="further options of step.py, by commas")
     parser.add_argument("--page", type=Path, help="write the page there too: docs/results/topologies-h200.md")
     parser.add_argument("--resume", type=Path, help="go on from this folder's run, into the same folder")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "topologies-report")))
@@ -285,13 +281,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args.tokens = args.tokens or (300 if args.tiny else 100_000)
     if args.resume:
         args.out = args.resume
-    for name, chosen, of in (
-        ("models", args.models, known),
-        ("parts", args.parts, PARTS),
-        ("sides", args.sides, SIDES),
-    ):
-        if set(chosen) - set(of):
-            raise SystemExit(f"--{name}: wanted some of {', '.join(of)}, found {', '.join(chosen)}")
+    require_known("--models", args.models, known)
+    require_known("--parts", args.parts, PARTS)
+    require_known("--sides", args.sides, SIDES)
     if args.tiny and "schedules" in args.parts:
         raise SystemExit("--parts: schedules are chosen on GPUs, a CPU has one; leave it out with --tiny")
     return args

@@ -46,7 +46,7 @@ from isoexec.adapters.demo.tiny import make_mimo, make_qwen3, make_qwen3_moe, wr
 from isoexec.adapters.vllm.engines import sized_cache
 from isoexec.contracts.errors import IsoExecError
 from isoexec.contracts.schema import library
-from isoexec.probes.weights import add_partials
+from isoexec.probes.weights import add_named
 
 __all__ = ["CONTRACTS", "SIDES", "Runtimes"]
 
@@ -85,12 +85,6 @@ def load(path: Path) -> Sampled:
             rows.append((ids[:prompt], ids[prompt:], file["logprobs"][value : value + response]))
             at, value = at + prompt + response, value + response
     return rows
-
-
-def joined(ranks: Sequence[Digests]) -> Digests:
-    """Digests of whole tensors from those of every rank's blocks."""
-    names = sorted({name for own in ranks for name in own})
-    return {name: add_partials([own[name] for own in ranks if name in own]) for name in names}
 
 
 def widened(stem: str) -> dict[str, Any]:
@@ -154,16 +148,20 @@ class Runtimes:
     def folder(self, model: str, layers: int | None = None) -> Path:
         """The model's folder: on a CPU a tiny checkpoint, else a configuration to which `publish` adds the weights."""
         folder = self.work / (model if layers is None else f"{model}-{layers}-layers")
-        if folder.exists():
-            return folder
-        if self.args.tiny:
-            made: Path = _MAKERS[model](folder, seed=20, layers=4, **TINY)
-            return made
-        folder.mkdir(parents=True)
-        sizes, _ = MODELS[model]
-        sizes = {**sizes, **({"layers": layers} if layers else {})}
-        write_config(folder, **sizes, max_positions=8192, dtype=torch.bfloat16)
+        with self._lock:  # units of one group ask at once, and what is there must be whole
+            if folder.exists():
+                return folder
+            if self.args.tiny:
+                made: Path = _MAKERS[model](folder, seed=20, layers=4, **TINY)
+                return made
+            folder.mkdir(parents=True)
+            sizes, _ = MODELS[model]
+            sizes = {**sizes, **({"layers": layers} if layers else {})}
+            write_config(folder, **sizes, max_positions=8192, dtype=torch.bfloat16)
         return folder
+
+    def vocab(self, model: str) -> int:
+        return int(TINY["vocab"] if self.args.tiny else MODELS[model][0]["vocab"])
 
     def layout(self, layout: Layout, **more: Any) -> Layout:
         """A unit's layout on this machine."""
@@ -181,7 +179,11 @@ class Runtimes:
             run = f"topologies-{self._opened}"
         prompt, response = LONGEST[self.args.tiny]
         task = Task(
-            vocab=512, prompts=MOST[self.args.tiny], group=1, prompt_lengths=(4, prompt), response=response
+            vocab=self.vocab(unit.model),
+            prompts=MOST[self.args.tiny],
+            group=1,
+            prompt_lengths=(4, prompt),
+            response=response,
         )
         with Job(
             run=run,
@@ -238,12 +240,11 @@ class Runtimes:
         args, tally = self.args, 0
         rows: Sampled = []
         began = time.monotonic()
-        vocab = TINY["vocab"] if args.tiny else MODELS[unit.model][0]["vocab"]
         folder = self.folder(unit.model)
         with self.job(unit, self.layout(unit.layout), folder, engine_model=folder) as job:
             ready = time.monotonic()
             self.weights(unit, job.engine.call("digests"))
-            for number, (prompts, lengths) in enumerate(batches(vocab, tiny=args.tiny)):
+            for number, (prompts, lengths) in enumerate(batches(self.vocab(unit.model), tiny=args.tiny)):
                 if tally >= args.tokens:
                     break
                 rollout = job.engine.call(
@@ -278,7 +279,7 @@ class Runtimes:
             )
         layout = self.layout(unit.layout, scores_only=True, random_weights=not self.args.tiny)
         with self.job(unit, layout, self.folder(unit.model), with_engine=False) as job:
-            self.weights(unit, joined(call_all(job.trainers, "digests")))
+            self.weights(unit, add_named(call_all(job.trainers, "digests")))
             for engine, file in files.items():
                 rows = load(file)
                 keys = [(np.array([*p, *r], np.int64).tobytes(), len(p)) for p, r, _ in rows]
@@ -299,14 +300,13 @@ class Runtimes:
         rng = np.random.default_rng(11)
         tiny: bool = args.tiny
         count, shortest, longest = (10, 8, 40) if tiny else (10, 64, 512)
-        vocab = TINY["vocab"] if tiny else MODELS[unit.model][0]["vocab"]
         layout = replace(self.layout(unit.layout, random_weights=not tiny), microbatch=2, as_replicas=2)
         found: dict[str, Any] = {"masters": [], "norms": [], "losses": []}
         folder = self.folder(unit.model, None if tiny else args.train_layers)
         with self.job(unit, layout, folder, with_engine=False, lr=_LR[tiny]) as job:
             for step in range(STEPS):
                 sizes = rng.integers(shortest, longest + 1, (count, 2)).tolist()
-                rows = [[rng.integers(3, vocab, n).tolist() for n in pair] for pair in sizes]
+                rows = [[rng.integers(3, self.vocab(unit.model), n).tolist() for n in pair] for pair in sizes]
                 tokens, first, ends = pad([p for p, _ in rows], [r for _, r in rows])
                 more = {"step": step, "version": 0, "watched": False}
                 call_all(job.trainers, "score", tokens, first, ends, **more)
@@ -321,9 +321,9 @@ class Runtimes:
                     )
                 found["norms"].append(trained[0]["grad_norm"].hex())
                 found["losses"].append(trained[0]["loss"].hex())
-                masters = joined(call_all(job.trainers, "digests", masters=True))
+                masters = add_named(call_all(job.trainers, "digests", masters=True))
                 found["masters"].append({name: list(lanes) for name, lanes in masters.items()})
-        self.note("training", unit, found, unit.name)
+        self.note("training", unit, found)
 
     def note(self, what: str, unit: Unit, result: dict[str, Any], name: str = "") -> None:
         with self._lock:

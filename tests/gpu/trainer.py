@@ -51,7 +51,7 @@ from isoexec.contracts.errors import IsoExecError
 from isoexec.contracts.schema import Contract, library
 from isoexec.kernels.gates import staged
 from isoexec.probes.attest import environment as probed
-from isoexec.probes.weights import add_partials, tensor_partial
+from isoexec.probes.weights import add_named, add_partials, tensor_partial
 
 QWEN3_8B: dict[str, Any] = {
     "model_type": "qwen3",
@@ -181,11 +181,6 @@ def _digest(x: Tensor, whole: Sequence[int], offset: Sequence[int]) -> tuple[int
         for a in range(0, len(x), rows)
     ]
     return add_partials(parts)
-
-
-def joined(ranks: Sequence[Digests]) -> Digests:
-    names = {n for own in ranks for n in own}
-    return {n: add_partials([own[n] for own in ranks if n in own]) for n in sorted(names)}
 
 
 def differing(a: Sequence[Tensor], b: Sequence[Tensor]) -> str:
@@ -449,8 +444,8 @@ def whole_run(run: Run) -> int:
         of = found(run, "steps")
         said = []
         for step in range(2):
-            masters = joined([o["masters"][step] for o in of])
-            own = joined([held["steps"]["masters"][step]])
+            masters = add_named([o["masters"][step] for o in of])
+            own = add_named([held["steps"]["masters"][step]])
             said.append(
                 f"step {step + 1}: norm {held['steps']['norms'][step]} and {of[0]['norms'][step]}, "
                 f"logprobs {differing([held['steps']['logprobs'][step]], [of[0]['logprobs'][step]])}, "
