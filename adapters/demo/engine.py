@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from vllm import LLM, SamplingParams, TokensPrompt
 
 from isoexec.adapters.demo.memory import peak_bytes
+from isoexec.adapters.demo.profiling import worker_python
 from isoexec.adapters.vllm.adapter import VllmAdapter, engine_args
 from isoexec.adapters.vllm.rollout import Rollout, exact_float32
 from isoexec.contracts.errors import InstallError
@@ -73,6 +76,7 @@ class EngineHost:
         self._llm = LLM(**engine_args(contract, **arguments))
         self._rollout = Rollout(self._llm, self._client, one_in=one_in)
         self._silent = False
+        self._profile: tuple[str, Path] | None = None
 
     def generate(
         self,
@@ -128,7 +132,7 @@ class EngineHost:
         }
 
     def sync(self, path: str, *, version: int, step: int, watched: bool = True) -> float:
-        """Load the weights of ``version``; returns the probe's seconds (digests and attestation)."""
+        """Load the weights of ``version``; returns the seconds of their digests."""
         self._llm.collective_rpc("isoexec_load_weights", timeout=60.0, args=(path, version))
         return self._loaded(version=version, step=step, watched=watched)
 
@@ -148,16 +152,20 @@ class EngineHost:
             # what is wrong with the cache is attested until a reset holds: this job wants to see it found by the daemon
             _log.error("prefix cache kept", found=error.found, fix=error.fix)
         self._rollout.weight_version = version
-        return self.attest(version=version, step=step) if watched else 0.0
+        return self.digest(version=version, step=step) if watched else 0.0
 
-    def attest(self, *, version: int, step: int) -> float:
-        """Digest the live weights as ``version`` and attest every worker; returns the seconds it took."""
+    def digest(self, *, version: int, step: int) -> float:
+        """Digest the live weights as ``version``; returns the seconds it took."""
         start = time.perf_counter()
         if not self._silent:
             self._rollout.weights(step=step, weight_version=version)
+        return time.perf_counter() - start
+
+    def attest(self, *, version: int, step: int) -> None:
+        """Attest every worker."""
+        if not self._silent:
             # what a region binds is judged by the daemon here: this job wants to see it found there
             self._rollout.attest("sync", step=step, weight_version=version, require=False)
-        return time.perf_counter() - start
 
     def digests(self) -> dict[str, tuple[int, int]]:
         """Digests of the live weights by Hugging Face name; those that can't be read are not there."""
@@ -180,10 +188,22 @@ class EngineHost:
         """Fault: the engine's probe says nothing any more, while the engine goes on."""
         self._silent = True
 
-    def profiling(self, on: bool) -> None:
-        """Begin or end the profiler of the engine's workers, where its arguments ask for one (``profiler_config``)."""
-        if self._llm.llm_engine.vllm_config.profiler_config.profiler is not None:
-            (self._llm.start_profile if on else self._llm.stop_profile)()
+    def profiling(self, profile: tuple[str, Path] | None) -> None:
+        """Profile the engine's workers from now on, by a kind of `profiling.KINDS` into a folder; None ends it.
+
+        The engine's own profiler runs where its arguments ask for one (``profiler_config``); Python's needs a driver that may
+        send functions to the workers (VLLM_ALLOW_INSECURE_SERIALIZATION).
+        """
+        for one, on in ((self._profile, False), (profile, True)):
+            if one is None:
+                continue
+            kind, folder = one
+            if kind == "python":
+                to = None if on else str(folder / "worker-python")
+                self._llm.collective_rpc(worker_python, args=(os.getpid(), to))
+            elif self._llm.llm_engine.vllm_config.profiler_config.profiler is not None:
+                (self._llm.start_profile if on else self._llm.stop_profile)()
+        self._profile = profile
 
     def memory(self) -> int:
         """Bytes in use on the GPU now, by every process, for the workers are others; without one this process's peak."""

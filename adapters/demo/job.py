@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -279,35 +280,40 @@ class Job:
         rescore: int = 8,
         skip: bool = False,
     ) -> StepRecord:
-        """One step of GRPO.  Raises `Halted` at one of its two boundaries: before the rollout, and before the trainer's work.
+        """One step of GRPO.  Raises `Halted` at one of its boundaries: before the rollout, before the scoring, before the update.
 
+        Each runtime looks at itself while the other works: the trainer while the engine samples, the engine, which then has
+        sampled, while the trainer scores.
         ``before_sync`` is called between the update and the weight sync; ``load=False`` is the sync that does not happen.
         ``skip`` spares the trainer's scoring where it may be spared (`allow_skip`).
         """
         start = time.perf_counter()
         self._boundary(step)
-        rollout = self.sample(
-            step,
-            temperature=temperature,
-            watched=watched,
-            rescore=rescore if watched else 0,
-            logprobs=skip,
-        )
+        with self._attesting(self.trainers if watched else [], step) as waited:
+            rollout = self.sample(
+                step,
+                temperature=temperature,
+                watched=watched,
+                rescore=rescore if watched else 0,
+                logprobs=skip,
+            )
         prompts, responses = rollout["prompts"], rollout["responses"]
         rewards = self.task.rewards(responses)
         tokens, prompt_lengths, lengths = pad(prompts, responses)
         self._boundary(step)
-        scored = call_all(
-            self.trainers,
-            "score",
-            tokens,
-            prompt_lengths,
-            lengths,
-            step=step,
-            version=self.version,
-            watched=watched,
-            rollout=rollout["logprobs"] if skip else None,
-        )
+        with self._attesting([self.engine] if watched else [], step) as waited_again:
+            scored = call_all(
+                self.trainers,
+                "score",
+                tokens,
+                prompt_lengths,
+                lengths,
+                step=step,
+                version=self.version,
+                watched=watched,
+                rollout=rollout["logprobs"] if skip else None,
+            )
+        self._boundary(step)
         trained = call_all(
             self.trainers,
             "train",
@@ -327,7 +333,8 @@ class Job:
             "train": max(t["train"] for t in trained),
             "sync": synced["sync"],
             "rescore": rollout["seconds"]["rescore"],
-            "probe": rollout["seconds"]["probe"]
+            "probe": sum(waited + waited_again)
+            + rollout["seconds"]["probe"]
             + max(s["probe"] for s in scored)
             + max(t["probe"] for t in trained)
             + synced["probe"],
@@ -357,7 +364,7 @@ class Job:
     def sync(self, *, step: int, watched: bool = True, load: bool = True) -> dict[str, float]:
         """Publish the trainer's weights as the next version and load them into the engine; seconds of it and of the probes.
 
-        The trainer's ranks digest and attest while the engine loads, and what they still take when it has them is the probe's.
+        The trainer's ranks digest while the engine loads, and what they still take when it has them is the probe's.
         """
         version = self.version + 1
         start = time.perf_counter()
@@ -375,7 +382,7 @@ class Job:
         elif load:
             probe = self.engine.call("sync", str(self._weights / "model.safetensors"), **more)
         else:
-            probe = self.engine.call("attest", version=version, step=step)
+            probe = self.engine.call("digest", version=version, step=step)
         loaded = time.perf_counter()
         for remote in watching:
             remote.finish("synced")
@@ -384,6 +391,20 @@ class Job:
             call_all(self.trainers, "withdraw")
         self.version = version
         return {"sync": time.perf_counter() - start - probe, "probe": probe}
+
+    @contextmanager
+    def _attesting(self, remotes: list[Remote], step: int) -> Iterator[list[float]]:
+        """Let runtimes attest while others work inside; what is yielded then has the seconds they were still waited for."""
+        for remote in remotes:
+            remote.start("attest", version=self.version, step=step)
+        waited: list[float] = []
+        try:
+            yield waited
+        finally:
+            start = time.perf_counter()
+            for remote in remotes:
+                remote.finish("attest")
+            waited.append(time.perf_counter() - start)
 
     def _boundary(self, step: int) -> None:
         said = [text for text in call_all(self.trainers, "boundary", step) if text is not None]

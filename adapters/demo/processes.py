@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run an object in a process of its own and call its methods; the demo's stand-in for a job's scheduler.
 
-Imports neither torch nor an engine: the environment of the child is set before either is loaded there.
+A child has its environment from its first instruction on: torch, which its main module may load, reads variables once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,11 +39,8 @@ class RemoteError(IsoExecError):
         super().__init__(f"{where}: {kind}: {text}")
 
 
-def _serve(
-    pipe: Connection, name: str, target: str, env: Mapping[str, str], log: str, arguments: Mapping[str, Any]
-) -> None:
+def _serve(pipe: Connection, name: str, target: str, log: str, arguments: Mapping[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ.update(env)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -55,7 +53,6 @@ def _serve(
         pipe.send(("error", type(error).__name__, str(error), traceback.format_exc()))
         return
     profile: tuple[str, Path] | None = None
-    device = False  # the workers' own profiler runs
     while True:
         try:
             method, args, kwargs = pipe.recv()
@@ -64,10 +61,8 @@ def _serve(
         try:
             if method == _PROFILE:
                 (profile,) = args
-                on = profile is not None and profile[0] == "torch"
-                if on != device and hasattr(host, "profiling"):
-                    host.profiling(on)
-                device = on
+                if hasattr(host, "profiling"):  # it has workers, which have profilers of their own
+                    host.profiling(profile)
                 pipe.send(("ok", None))
                 continue
             call = partial(getattr(host, method), *args, **kwargs)
@@ -84,6 +79,17 @@ def _serve(
             return
 
 
+@contextmanager
+def _environment(env: Mapping[str, str]) -> Iterator[None]:
+    kept = dict(os.environ)
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
 class Remote:
     """One object ``target`` (``module:Class``) in a spawned process whose output goes to the file ``log``."""
 
@@ -96,11 +102,12 @@ class Remote:
         context = multiprocessing.get_context("spawn")
         self.process = context.Process(
             target=_serve,
-            args=(child, name, target, dict(env), str(log), dict(arguments)),
+            args=(child, name, target, str(log), dict(arguments)),
             name=name,
             daemon=False,
         )
-        self.process.start()
+        with _environment(env):
+            self.process.start()
         child.close()
 
     def wait_ready(self, timeout: float = _START_SECONDS) -> None:

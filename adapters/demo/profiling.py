@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import cProfile
 import io
+import os
 import pstats
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["KINDS", "profiled"]
+__all__ = ["KINDS", "profiled", "worker_python"]
 
 KINDS = ("torch", "python")
 _ROWS = 45
@@ -23,10 +24,7 @@ def profiled(kind: str, to: Path, call: Callable[[], Any]) -> Any:
     if kind == "python":
         profile = cProfile.Profile()
         result = profile.runcall(call)
-        text = io.StringIO()
-        for order in ("tottime", "cumtime"):
-            pstats.Stats(profile, stream=text).sort_stats(order).print_stats(_ROWS)
-        to.write_text(f"{time.perf_counter() - began:.3f} s\n{text.getvalue()}")
+        to.write_text(f"{time.perf_counter() - began:.3f} s\n{_python_tables(profile)}")
         return result
     import torch
 
@@ -48,3 +46,26 @@ def profiled(kind: str, to: Path, call: Callable[[], Any]) -> Any:
     ]
     to.write_text(f"{seconds:.3f} s, device busy {busy:.3f} s\n" + "\n".join(tables))
     return result
+
+
+def worker_python(worker: Any, driver: int, to: str | None) -> None:
+    """Begin to profile the thread that serves an engine's worker, or with the file ``to`` end it and write the tables there.
+
+    A worker in the process of its ``driver`` is in that one's own profile.
+    """
+    if os.getpid() == driver:
+        return
+    if to is None:
+        worker.demo_profile = cProfile.Profile()
+        worker.demo_profile.enable()
+        return
+    profile: cProfile.Profile = worker.__dict__.pop("demo_profile")
+    profile.disable()
+    Path(f"{to}-{worker.rank}.txt").write_text(_python_tables(profile))
+
+
+def _python_tables(profile: cProfile.Profile) -> str:
+    text = io.StringIO()
+    for order in ("tottime", "cumtime"):
+        pstats.Stats(profile, stream=text).sort_stats(order).print_stats(_ROWS)
+    return text.getvalue()

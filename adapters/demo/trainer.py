@@ -298,8 +298,12 @@ class TrainerHost:
         return [[name, handle] for name, _, handle in named]
 
     def synced(self, *, version: int, step: int) -> None:
-        """Digest the weights as ``version`` and attest."""
-        self._watch.synced(version, step=step)
+        """Digest the weights as ``version``."""
+        self._watch.synced(version, step=step, attest=False)
+
+    def attest(self, *, version: int, step: int) -> None:
+        """Attest this rank."""
+        self._watch.attest("sync", step=step, weight_version=version)
 
     def digests(self, *, masters: bool = False) -> dict[str, tuple[int, int]]:
         """Give this rank's share of each tensor's digest, of weights or of the optimizer's fp32 masters; shares add up."""

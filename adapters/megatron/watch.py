@@ -166,8 +166,11 @@ class Watch:
         held.require()
         return report
 
-    def synced(self, weight_version: int, *, step: int) -> None:
-        """After a weight sync: send the digests of this rank's live shards as ``weight_version``, and attest."""
+    def synced(self, weight_version: int, *, step: int, attest: bool = True) -> None:
+        """After a weight sync: send the digests of this rank's live shards as ``weight_version``, and attest.
+
+        A loop that samples while its trainer waits takes ``attest=False`` and calls `attest` then: it costs no time there.
+        """
         found = weight_partials(self._model)
         self._client.send_weights(
             weight_version=weight_version,
@@ -177,4 +180,6 @@ class Watch:
             total=found.total,
             zero=found.zero,
         )
-        self.attest("sync", step=step, weight_version=weight_version)
+        self._weight_version = weight_version
+        if attest:
+            self.attest("sync", step=step, weight_version=weight_version)

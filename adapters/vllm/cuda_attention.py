@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over vLLM's paged cache on CUDA: one plan a step, filled on the device, used by every layer.
+"""Attention over vLLM's paged cache on CUDA: one plan a step, filled on the device by its first layer, used by every one.
 
 Bound by ``register_backend(CUSTOM, ...)``, and ``attention_backend="CUSTOM"`` in the engine's arguments, which refuses to start
 where nothing is registered.  The cache is [blocks, 2, block, kv heads, head_dim], keys and values apart; the engine's own op
 writes it.
 
-A graph of a whole decode step holds the addresses of its plan's tables: what is made for a capture is kept, and filled again
-before each replay.  A step of any other shape gets a plan of its own; in piecewise graphs attention is not captured at all.
+A graph of a whole decode step holds the filling too, which costs the host nothing then: what is made for a capture is kept, and
+each replay fills it from where the engine's own buffers lie, which is held to at every step.  A step of any other shape gets a
+plan of its own; in piecewise graphs attention is not captured at all.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,13 +48,46 @@ HEAD_SIZES = (64, 128, 256)
 PAGES = (16, 64)  # rows of a cache block
 
 
+class Said(NamedTuple):
+    """What the engine says of a step, on the device: ``positions`` [tokens] (None: each request's last), ``q_start`` [B + 1],
+    ``lengths`` [B] and ``blocks`` [B, width].
+    """
+
+    positions: Tensor | None
+    q_start: Tensor
+    lengths: Tensor
+    blocks: Tensor
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where it lies."""
+        return tuple(0 if t is None else t.data_ptr() for t in self)
+
+
 @dataclass
 class IsoExecMetadata(AttentionMetadata):
-    """A step: its filled plan, and the int32 ``position`` of each of its ``tokens`` rows; rows behind them are padding."""
+    """A step: its plan, and the int32 ``position`` of each of its ``tokens`` rows; rows behind them are padding.
+
+    Both are filled from ``said`` by the layer that runs first, ``filler``, whenever it runs; ``held`` is where a graph reads it.
+    """
 
     plan: Plan
     position: Tensor
     tokens: int
+    said: Said
+    filler: IsoExecAttentionImpl | None = None
+    held: tuple[int, ...] | None = None
+
+    def fill(self) -> None:
+        """Fill plan and positions on the device's current stream; the host waits for nothing."""
+        positions, q_start, lengths, blocks = self.said
+        if positions is None:
+            self.position.copy_(lengths[: self.tokens]).sub_(1).clamp_(min=0)
+        else:
+            self.position.copy_(positions)
+        self.plan.fill(q_start, lengths, blocks=blocks)
+        if self.position.is_cuda and torch.cuda.is_current_stream_capturing():
+            self.held = self.said.places
 
 
 class IsoExecMetadataBuilder(AttentionMetadataBuilder[IsoExecMetadata]):
@@ -74,12 +108,22 @@ class IsoExecMetadataBuilder(AttentionMetadataBuilder[IsoExecMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> IsoExecMetadata:
-        """The metadata of a step, its tables filled on the device's current stream; the host waits for nothing."""
+        """The metadata of a step.  Raises InstallError where a graph would read them in another place than they are in."""
         del fast_build
         refuse_unless(common_prefix_len == 0, _REGION, "each request's own keys", "a common prefix by itself")
         common = common_attn_metadata
         made = self.kept.get(self._key(common))
-        return self._filled(self._made(common, int(common.max_seq_len)) if made is None else made, common)
+        if made is None:
+            return self._made(common, int(common.max_seq_len))
+        made.said = _said(common)
+        refuse_unless(
+            made.held in (None, made.said.places),
+            _REGION,
+            "a step's tables in the buffers that its graph reads",
+            "other buffers",
+            "run the V2 model runner, or pass compilation_config={'cudagraph_mode': 'PIECEWISE'}",
+        )
+        return made
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> IsoExecMetadata:
         """The metadata that a graph holds: for any number of keys, and one for all captures of its shape."""
@@ -87,7 +131,8 @@ class IsoExecMetadataBuilder(AttentionMetadataBuilder[IsoExecMetadata]):
         key = self._key(common)
         if key not in self.kept:
             self.kept[key] = self._made(common, self._most_keys)
-        return self._filled(self.kept[key], common)
+        self.kept[key].said = _said(common)
+        return self.kept[key]
 
     @staticmethod
     def _key(common: Any) -> tuple[int, int, int]:
@@ -105,30 +150,27 @@ class IsoExecMetadataBuilder(AttentionMetadataBuilder[IsoExecMetadata]):
             device=self.device,
         )
         position = torch.zeros(tokens, dtype=torch.int32, device=self.device)
-        return IsoExecMetadata(plan=plan, position=position, tokens=tokens)
+        return IsoExecMetadata(plan=plan, position=position, tokens=tokens, said=_said(common))
 
-    @staticmethod
-    def _filled(made: IsoExecMetadata, common: Any) -> IsoExecMetadata:
-        refuse_unless(common.causal is True, _REGION, "causal attention", "another mask")
-        requests = int(common.num_reqs)
-        if common.positions is not None:
-            made.position.copy_(common.positions[: made.tokens])
-        else:
-            # what a drafting head adds by itself comes without: a row a request, the last one; behind them is padding
-            refuse_unless(
-                common.max_query_len == 1 and made.tokens <= requests,
-                _REGION,
-                "a position for each row in the step's metadata",
-                "none",
-                "run the V2 model runner: VLLM_USE_V2_MODEL_RUNNER must not be 0",
-            )
-            made.position.copy_(common.seq_lens[: made.tokens]).sub_(1).clamp_(min=0)
-        made.plan.fill(
-            common.query_start_loc[: requests + 1],
-            common.seq_lens[:requests],
-            blocks=common.block_table_tensor[:requests],
-        )
-        return made
+
+def _said(common: Any) -> Said:
+    """What the engine says of a step; InstallError where that is no step of causal attention, or lacks the rows' positions."""
+    refuse_unless(common.causal is True, _REGION, "causal attention", "another mask")
+    requests, tokens = int(common.num_reqs), int(common.num_actual_tokens)
+    # what a drafting head adds by itself comes without: a row a request, the last one; behind them is padding
+    refuse_unless(
+        common.positions is not None or (common.max_query_len == 1 and tokens <= requests),
+        _REGION,
+        "a position for each row in the step's metadata",
+        "none",
+        "run the V2 model runner: VLLM_USE_V2_MODEL_RUNNER must not be 0",
+    )
+    return Said(
+        None if common.positions is None else common.positions[:tokens],
+        common.query_start_loc[: requests + 1],
+        common.seq_lens[:requests],
+        common.block_table_tensor[:requests],
+    )
 
 
 class IsoExecAttentionImpl(AttentionImpl[IsoExecMetadata]):
@@ -197,10 +239,14 @@ class IsoExecAttentionImpl(AttentionImpl[IsoExecMetadata]):
             "an unquantized output",
             "a scale of the output",
         )
+        if attn_metadata.filler is None:
+            attn_metadata.filler = self
         rows = attn_metadata.tokens
         # a single kv head may have any stride, and the library's copies ask for a row's
         keys, values = (canonicalize_singleton_dim_strides(part) for part in kv_cache.unbind(1))
         with self._inside:
+            if attn_metadata.filler is self:
+                attn_metadata.fill()
             found = ops.attention(
                 query[:rows], keys, values, attn_metadata.position, attn_metadata.plan, scale=self.scale
             )

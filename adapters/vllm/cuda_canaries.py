@@ -72,8 +72,8 @@ class Attention:
     def _steps(self, device: torch.device) -> list[_Step]:
         """Metadata come from a builder as the engine's own do, those of the decoded tokens from one that a graph would hold.
 
-        Each decoded token has a builder of its own, for what a graph holds is filled where it lies; the last one's is filled
-        again, as before a replay.
+        Each decoded token has a builder of its own, for what a graph holds is filled where it lies; the last one's is made for
+        another token first, as for a capture.
         """
         if self._made:
             return self._made

@@ -44,9 +44,11 @@ def bind_logprobs(plan: Plan) -> None:
     def compute_token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
         """``logits`` [rows, vocabulary], ``token_ids`` [rows, n] -> fp32 [rows, n]."""
         with inside:
-            columns = token_ids.long().unbind(1)
-            found = [token_logprobs(logits, ids.contiguous(), vocab_leaves=leaves) for ids in columns]
-            return torch.stack(found, 1)
+            ids = token_ids.long()
+            if ids.shape[1] == 1:  # of the sampled token alone, at every step
+                return token_logprobs(logits, ids.reshape(-1), vocab_leaves=leaves).unsqueeze(1)
+            columns = [column.contiguous() for column in ids.unbind(1)]
+            return torch.stack([token_logprobs(logits, one, vocab_leaves=leaves) for one in columns], 1)
 
     module: Any = importlib.import_module(LOGPROBS)
     refuse_unless(

@@ -174,10 +174,14 @@ class Rollout:
                 one.require()
         return reports
 
-    def sync(self, path: Path | str, weight_version: int, *, step: int) -> dict[str, tuple[int, int]]:
+    def sync(
+        self, path: Path | str, weight_version: int, *, step: int, attest: bool = True
+    ) -> dict[str, tuple[int, int]]:
         """Load a safetensors file of Hugging Face names into every worker, forget the prefix cache, digest and attest.
 
-        To be called between steps, with no request running.  Returns the digests of the live tensors by name.
+        To be called between steps, with no request running.  Returns the digests of the live tensors by name.  A loop whose
+        trainer scores while the engine waits takes ``attest=False`` and calls `attest` then: it costs no time there, and proves
+        what has sampled before anything is trained on it.
         """
         self.llm.collective_rpc(
             "isoexec_load_weights", timeout=self.timeout, args=(str(Path(path).resolve()), weight_version)
@@ -185,7 +189,8 @@ class Rollout:
         self.reset_cache()
         self.weight_version = weight_version
         digests = self.weights(step=step)
-        self.attest("sync", step=step)
+        if attest:
+            self.attest("sync", step=step)
         return digests
 
     def reset_cache(self) -> None:

@@ -153,7 +153,12 @@ class Bench:
                     **(_profiler(self._folder(job)) if args.profile else {}),
                 },
             )
-        return replace(plain, engine_env={"VLLM_BATCH_INVARIANT": "1"}) if job == "invariant" else plain
+        env = {"VLLM_BATCH_INVARIANT": "1"} if job == "invariant" else {}
+        if args.profile:
+            env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = (
+                "1"  # functions to the workers, which are processes of this job
+            )
+        return replace(plain, engine_env=env)
 
     def open(self, job: str, task: Task, *, layout: Layout | None = None) -> Job:
         """Start a job's runtimes."""

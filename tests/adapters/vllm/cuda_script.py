@@ -133,6 +133,11 @@ def attention() -> dict[str, Any]:
             step([(0, 70, 3)], positions=False)
         except IsoExecError as error:
             refused = str(error)
+        captured.held = captured.said.places  # as a capture leaves it
+        try:
+            step([(1, 10, 1), (0, 69, 1), (2, 34, 1)], 1)
+        except IsoExecError as error:
+            moved = str(error)
     after = [captured.position.data_ptr(), captured.plan.own.data_ptr(), captured.plan.spans.data_ptr()]
     differ = [
         int((a.view(torch.int16) != b.view(torch.int16)).sum()) for a, b in zip(wanted, got, strict=True)
@@ -144,6 +149,8 @@ def attention() -> dict[str, Any]:
         "addresses": held == after,
         "keys": [list(key) for key in builder.kept],
         "refused": refused,
+        "moved": moved,
+        "filled_by_one": captured.filler is impl,
     }
 
 

@@ -209,6 +209,14 @@ def test_what_a_graph_holds_is_filled_again_where_it_lies(found: dict[str, Any])
     assert attention["kept"] == [True, True]
     assert attention["addresses"]
     assert attention["keys"] == [[4, 4, 1]]
+    assert attention["filled_by_one"]
+
+
+def test_a_step_whose_buffers_are_not_those_its_graph_reads_is_refused(found: dict[str, Any]) -> None:
+    assert (
+        "attention: wanted a step's tables in the buffers that its graph reads, found other buffers"
+        in found["attention"]["moved"]
+    )
 
 
 def test_logprobs_of_the_engines_function_are_the_contracts(found: dict[str, Any]) -> None:
