@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ __all__ = ["Remote", "RemoteError", "call_all"]
 _START_SECONDS = 180.0
 _CALL_SECONDS = 600.0
 _PROFILE = "<profile>"
+_STARTING = threading.Lock()
 
 
 class RemoteError(IsoExecError):
@@ -81,13 +83,15 @@ def _serve(pipe: Connection, name: str, target: str, log: str, arguments: Mappin
 
 @contextmanager
 def _environment(env: Mapping[str, str]) -> Iterator[None]:
-    kept = dict(os.environ)
-    os.environ.update(env)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(kept)
+    """Add ``env`` to the environment for a child that is started inside; one thread at a time."""
+    with _STARTING:
+        kept = dict(os.environ)
+        os.environ.update(env)
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(kept)
 
 
 class Remote:

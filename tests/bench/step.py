@@ -34,6 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -120,6 +121,7 @@ class Bench:
             response=args.response,
         )
         self._jobs: dict[str, Job] = {}
+        self._starting: dict[str, Future[None]] = {}
         self._stack = ExitStack()
         self._next: dict[str, int] = {}
         self._opened = 0
@@ -150,7 +152,7 @@ class Bench:
                     **RAW,
                     "load_format": "dummy",
                     **sized_cache(int(args.kv_gib * GIB)),
-                    **(_profiler(self._folder(job)) if args.profile else {}),
+                    **(_profiler(self._folder(job)) if "torch" in args.profile else {}),
                 },
             )
         env = {"VLLM_BATCH_INVARIANT": "1"} if job == "invariant" else {}
@@ -179,6 +181,13 @@ class Bench:
             lr=_LR,
         )
 
+    def leave(self) -> None:
+        """End every job's processes, each after a profile where one is asked for."""
+        for name, job in self._jobs.items():
+            if self.args.profile:
+                self._profile(job, name)
+        self.close()
+
     def close(self) -> None:
         """End every job's processes."""
         self._stack.close()
@@ -186,19 +195,29 @@ class Bench:
 
     def _job(self, side: str) -> Job:
         name = side.partition("+")[0]
+        if name in self._starting:  # it may have failed
+            self._starting.pop(name).result()
         if name not in self._jobs:
             if not self.args.resident:
-                self.close()
-            skips = name == "contract" and "contract+skip" in self.args.sides
-            engine = self._eager_census() if skips and not self.args.tiny else None
-            job = self._jobs[name] = self.open(name, self.task)
-            if skips:
-                self.found["census"] = job.allow_skip(engine=engine)
-            self._next[name] = 0
-            self._step(job, name, skip=False)  # warms up
-            if self.args.profile:
-                self._profile(job, name)
+                self.leave()
+            self._start(name)
         return self._jobs[name]
+
+    def _start(self, name: str) -> None:
+        skips = name == "contract" and "contract+skip" in self.args.sides
+        engine = self._eager_census() if skips and not self.args.tiny else None
+        job = self.open(name, self.task)
+        if skips:
+            self.found["census"] = job.allow_skip(engine=engine)
+        self._next[name] = 0
+        self._step(job, name, skip=False)  # warms up
+        self._jobs[name] = job
+
+    def _start_all(self) -> None:
+        """Start the processes of every side at once; a turn of one that failed says so."""
+        with ThreadPoolExecutor() as pool:
+            jobs = dict.fromkeys(side.partition("+")[0] for side in self.args.sides)
+            self._starting = {name: pool.submit(self._start, name) for name in jobs}
 
     def _step(self, job: Job, name: str, *, skip: bool) -> dict[str, Any]:
         step = self._next[name]
@@ -208,8 +227,7 @@ class Bench:
 
     def _profile(self, job: Job, name: str) -> None:
         """A step under each profiler; tables of every process to ``profile/NAME``, the engine's own beside them."""
-        self._step(job, name, skip=False)  # of another length than the first
-        for kind in KINDS:
+        for kind in self.args.profile:
             for remote in (*job.trainers, job.engine):
                 remote.profile(kind, self._folder(name))
             self._step(job, name, skip=False)
@@ -252,6 +270,8 @@ class Bench:
     def rounds(self, seconds: float) -> None:
         """Turns until the time is over or every side has `--rounds` of them."""
         sides = list(self.args.sides)
+        if self.args.resident and self.args.rounds:
+            self._start_all()
         for number in range(self.args.rounds):
             at = number % len(sides)
             order = sides[at:] + sides[:at]
@@ -261,9 +281,10 @@ class Bench:
                 )
             for side in order:
                 if time.monotonic() - self.started > seconds:
+                    self.leave()
                     return
                 self.turn(side)
-        self.close()
+        self.leave()
 
     def write(self) -> None:
         """Write what is known so far."""
@@ -443,7 +464,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="the native trainer's attention is Megatron's local one, and not torch's fused one",
     )
-    parser.add_argument("--profile", action="store_true", help="profile a step of each job into OUT/profile")
+    parser.add_argument(
+        "--profile",
+        type=names,
+        default=[],
+        help=f"of {','.join(KINDS)}: a further step of each job under each, tables into OUT/profile",
+    )
     parser.add_argument("--faults", type=names, default=[], help=f"of {', '.join(_FAULTS)}")
     parser.add_argument("--contract", type=Path, help="in the place of the shipped one")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "step-report")))
@@ -456,6 +482,7 @@ def main(argv: list[str] | None = None) -> int:
     sides = args.sides or [s for s in SIDES if not (args.tiny and s == "invariant")]
     require_known("--sides", sides, SIDES)
     require_known("--faults", args.faults, _FAULTS)
+    require_known("--profile", args.profile, KINDS)
     args.sides = sides
     small: dict[str, Any] = {"prompts": 2, "prompt": [8, 24], "response": 24}
     large: dict[str, Any] = {"prompts": 8, "prompt": [64, 512], "response": 512}
