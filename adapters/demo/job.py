@@ -123,7 +123,7 @@ class Job:
         self.task = task or Task()
         self.version = 0
         self.cached_tokens = 0
-        self.train_starts: list[float] = []
+        self.update_starts: list[float] = []
         self._work = work / run
         self._work.mkdir(parents=True, exist_ok=True)
         self._weights = self._work / "weights"
@@ -283,7 +283,7 @@ class Job:
         """One step of GRPO.  Raises `Halted` at one of its boundaries: before the rollout, before the scoring, before the update.
 
         Each runtime looks at itself while the other works: the trainer while the engine samples, the engine, which then has
-        sampled, while the trainer scores.
+        sampled, while the trainer scores and takes its gradients.
         ``before_sync`` is called between the update and the weight sync; ``load=False`` is the sync that does not happen.
         ``skip`` spares the trainer's scoring where it may be spared (`allow_skip`).
         """
@@ -313,24 +313,25 @@ class Job:
                 watched=watched,
                 rollout=rollout["logprobs"] if skip else None,
             )
+            trained = call_all(
+                self.trainers,
+                "accumulate",
+                rewards,
+                self.task.group,
+                step=step,
+                version=self.version,
+                watched=watched,
+            )
         self._boundary(step)
-        trained = call_all(
-            self.trainers,
-            "train",
-            rewards,
-            self.task.group,
-            step=step,
-            version=self.version,
-            watched=watched,
-        )
-        self.train_starts.append(min(t["began"] for t in trained))
+        updated = call_all(self.trainers, "update")
+        self.update_starts.append(min(u["began"] for u in updated))
         if before_sync is not None:
             before_sync()
         synced = self.sync(step=step, watched=watched, load=load)
         seconds = {
             "generation": rollout["seconds"]["generation"],
             "score": max(s["score"] for s in scored),
-            "train": max(t["train"] for t in trained),
+            "train": max(t["train"] for t in trained) + max(u["train"] for u in updated),
             "sync": synced["sync"],
             "rescore": rollout["seconds"]["rescore"],
             "probe": sum(waited + waited_again)
@@ -345,7 +346,7 @@ class Job:
             watched=watched,
             reward=float(rewards.mean()),
             loss=trained[0]["loss"],
-            grad_norm=trained[0]["grad_norm"],
+            grad_norm=updated[0]["grad_norm"],
             seconds=seconds,
             tokens=sum(map(len, responses)),
             scored=scored[0]["rows"],

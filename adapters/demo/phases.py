@@ -104,7 +104,7 @@ def _cause(marker: HaltMarker) -> str:
 def fault_phase(stage: Stage, fault: Fault, layout: Layout, *, steps: int, regime: str) -> PhaseResult:
     """Run a healthy job under the contract, plant the fault after half of the steps, and show how it ends.
 
-    The steps that began after the verdict are counted, and a restart is tried while the marker lies there.
+    The updates of weights after the verdict are counted, and a restart is tried while the marker lies there.
     Raises IsoExecError when the fault ends in another verdict than its own: the demo does not pass over that.
     """
     result = PhaseResult(name=f"fault {fault.name}", layout=str(layout))
@@ -144,8 +144,8 @@ def fault_phase(stage: Stage, fault: Fault, layout: Layout, *, steps: int, regim
     result.verdict, result.cause = marker.verdict, _cause(marker)
     for fact in marker.evidence.get("first", [])[:1]:
         result.lines.append("evidence: " + ", ".join(f"{k} {v}" for k, v in fact.items() if v is not None))
-    after = sum(start > marker.time for start in job.train_starts)
-    result.lines.append(f"steps begun after the verdict: {after}")
+    after = sum(start > marker.time for start in job.update_starts)
+    result.lines.append(f"updates after the verdict: {after}")
     result.lines.append(f"checkpoint before the halt: {len(job.checkpoints())} files")
     if fault.name == "daemon-killed":
         stage.daemon.restart()
@@ -154,8 +154,8 @@ def fault_phase(stage: Stage, fault: Fault, layout: Layout, *, steps: int, regim
     result.lines.append(f"restart before `isoexec clear`: {_restart(settings)}")
     if marker.rule not in fault.rules or marker.verdict != fault.outcome or after:
         raise IsoExecError(
-            f"fault {fault.name}: wanted {fault.outcome} by {' or '.join(fault.rules)} and no step after it, found "
-            f"{marker.verdict} by {marker.rule} ({marker.cause}) and {after} steps"
+            f"fault {fault.name}: wanted {fault.outcome} by {' or '.join(fault.rules)} and no update after it, found "
+            f"{marker.verdict} by {marker.rule} ({marker.cause}) and {after} updates"
         )
     return result
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ class TrainerHost:
         """``random_weights`` are drawn on the rank's device in place of a checkpoint's: ``model`` needs a config.json only.
 
         ``dp`` replicas share rows out, and every rank has the whole result. ``fused_attention`` is of a trainer without a
-        contract. With ``scores_only`` there is no optimizer, and no `train`.
+        contract. With ``scores_only`` there is no optimizer, and no `accumulate`.
         """
         world = tp * pp * cp * dp
         torch.set_num_threads(1)
@@ -146,7 +147,7 @@ class TrainerHost:
         rollout: list[np.ndarray[Any, np.dtype[np.float32]]] | None = None,
         answer: bool = False,
     ) -> dict[str, Any]:
-        """Logprobs of the policy before the update (case trainer_score), kept for `train`; seconds of it and of the probe.
+        """Logprobs of the policy before the update (case trainer_score), kept for `accumulate`; seconds of it and of the probe.
 
         With ``rollout``, the engine's logprobs by sequence, only what the skip asks for is scored. ``answer`` gives the
         responses' logprobs back, float32 by sequence.
@@ -238,7 +239,7 @@ class TrainerHost:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def train(
+    def accumulate(
         self,
         rewards: np.ndarray[Any, np.dtype[np.float32]],
         group: int,
@@ -247,41 +248,47 @@ class TrainerHost:
         version: int,
         watched: bool,
     ) -> dict[str, float]:
-        """One GRPO update on the sequences last scored; loss, gradient norm, start (unix seconds) and seconds."""
-        if self._trainer is None:
-            raise IsoExecError(
-                "train: wanted a trainer with an optimizer, found one made with scores_only=True"
-            )
-        began = time.time()
+        """The gradients of a GRPO update on the sequences last scored, for `update`; loss and seconds."""
+        trainer = self._with_optimizer("accumulate")
         start = time.perf_counter()
         columns = torch.arange(self._tokens.shape[1], device=self._device).unsqueeze(0)
         first = torch.tensor(self._prompts, device=self._device).unsqueeze(1)
         end = torch.tensor(self._lengths, device=self._device).unsqueeze(1)
-        result = self._trainer.train_step(
-            Batch(
-                tokens=self._tokens,
-                mask=(columns >= first) & (columns < end),
-                advantages=group_advantages(torch.from_numpy(rewards).to(self._device), group),
-                old_logprobs=self._old,
-            )
+        batch = Batch(
+            tokens=self._tokens,
+            mask=(columns >= first) & (columns < end),
+            advantages=group_advantages(torch.from_numpy(rewards).to(self._device), group),
+            old_logprobs=self._old,
         )
-        self._wait()
-        trained = time.perf_counter()
+        result = trainer.accumulate(batch)
         if self._skip is not None and self._rollout is not None:
-            # the update's own forward has the logprobs of every sequence: what was not scored is compared all the same
+            # this forward has the logprobs of every sequence: what was not scored is compared all the same
             every = range(len(self._lengths))
             own = self._responses(result.logprobs, every, self._prompts, self._lengths)
-            self._skip.check(self._rollout, own, step=step)
+            if not self._skip.check(self._rollout, own, step=step):
+                # nothing is learnt from what was spared: the weights are still those that a scoring would have had
+                result = trainer.accumulate(replace(batch, old_logprobs=result.logprobs))
+        self._wait()
+        trained = time.perf_counter()
         if watched:
-            mine = self._trainer.own_rows(len(self._lengths))
+            mine = trainer.own_rows(len(self._lengths))
             self._record("trainer_fwd", mine, result.logprobs[mine.start : mine.stop], step, version)
-        return {
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "began": began,
-            "train": trained - start,
-            "probe": time.perf_counter() - trained,
-        }
+        return {"loss": result.loss, "train": trained - start, "probe": time.perf_counter() - trained}
+
+    def update(self) -> dict[str, float]:
+        """Step the optimizer; gradient norm, start (unix seconds) and seconds."""
+        trainer = self._with_optimizer("update")
+        began, start = time.time(), time.perf_counter()
+        norm = trainer.update()
+        self._wait()
+        return {"grad_norm": norm, "began": began, "train": time.perf_counter() - start}
+
+    def _with_optimizer(self, what: str) -> Trainer:
+        if self._trainer is None:
+            raise IsoExecError(
+                f"{what}: wanted a trainer with an optimizer, found one made with scores_only=True"
+            )
+        return self._trainer
 
     def publish(self, folder: str) -> None:
         """Write the weights for the engine (rank 0)."""

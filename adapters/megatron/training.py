@@ -37,7 +37,15 @@ from isoexec.adapters.megatron.slots import topology_of
 from isoexec.adapters.megatron.weights import unwrap
 from isoexec.contracts.errors import InstallError, IsoExecError
 
-__all__ = ["Batch", "CheckpointError", "StepResult", "Trainer", "group_advantages", "grpo_loss"]
+__all__ = [
+    "Accumulated",
+    "Batch",
+    "CheckpointError",
+    "StepResult",
+    "Trainer",
+    "group_advantages",
+    "grpo_loss",
+]
 
 
 class CheckpointError(IsoExecError):
@@ -65,6 +73,14 @@ class StepResult:
     step: int
     loss: float
     grad_norm: float
+    logprobs: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulated:
+    """What the gradients of a step came with: mean loss per response token and trainer_fwd logprobs [n, L] fp32."""
+
+    loss: float
     logprobs: Tensor
 
 
@@ -111,6 +127,7 @@ class Trainer:
         self._runs = runs_of(self.model, as_replicas)
         self._dp = self.model.pg_collection.dp
         self.microbatch, self.ratio_clip, self.step = microbatch, ratio_clip, 0
+        self._accumulated = False
         config.calculate_per_token_loss = True  # DDP reads it as it is made, the schedule at each step
         half = config.params_dtype is torch.bfloat16
         wrapped = Float16Module(config, self.model) if half else self.model
@@ -157,13 +174,19 @@ class Trainer:
         return size, -(-n // (size * self._runs)) * self._runs
 
     def train_step(self, batch: Batch) -> StepResult:
-        """One optimizer step; every rank of every replica calls it with the same whole batch.
+        """One optimizer step: `accumulate`, then `update`; every rank of every replica calls it with the same whole batch."""
+        found = self.accumulate(batch)
+        norm = self.update()
+        return StepResult(step=self.step, loss=found.loss, grad_norm=norm, logprobs=found.logprobs)
 
-        Each replica computes its own run of the batch's microbatches (`own_rows`); the result is of the whole batch, and the same
-        on every rank.  Raises InstallError where replicas got different batches.  Raises FloatingPointError when the loss is not
-        finite, before any weight has changed, and when the gradient norm is not, after Megatron has applied it: go back to a
-        checkpoint then.
+    def accumulate(self, batch: Batch) -> Accumulated:
+        """The gradients of a step, in place of those there were; no weight changes before `update`.
+
+        Every rank of every replica calls it with the same whole batch. Each replica computes its own run of the batch's
+        microbatches (`own_rows`); the result is of the whole batch, and the same on every rank.  Raises InstallError where
+        replicas got different batches, FloatingPointError when the loss is not finite.
         """
+        self._accumulated = False
         n, length = batch.tokens.shape
         if not same_everywhere(
             [batch.tokens, batch.mask.view(torch.uint8), batch.advantages, batch.old_logprobs], self._dp
@@ -232,13 +255,30 @@ class Trainer:
         logprobs = logprobs[:n].contiguous()
         if loss - loss != 0.0:
             raise FloatingPointError(f"step {self.step + 1}: the loss is {loss}")
+        self._accumulated = True
+        return Accumulated(loss=loss, logprobs=logprobs)
+
+    def update(self) -> float:
+        """Clip what `accumulate` left and step the optimizer, on every rank; the global gradient norm before clipping.
+
+        Raises InstallError where no gradients wait, and FloatingPointError when their norm is not finite, after Megatron has
+        applied them: go back to a checkpoint then.
+        """
+        if not self._accumulated:
+            raise InstallError(
+                region="trainer",
+                wanted="the gradients of a batch",
+                found="none since the last update",
+                fix="call accumulate first, or train_step for both",
+            )
+        self._accumulated = False
         done, norm, _ = self.optimizer.step()
         if not done or norm is None or norm - norm != 0.0:
             raise FloatingPointError(
                 f"step {self.step + 1}: gradient norm {norm}, optimizer step done: {done}"
             )
         self.step += 1
-        return StepResult(step=self.step, loss=loss, grad_norm=float(norm), logprobs=logprobs)
+        return float(norm)
 
     def save_checkpoint(self, folder: Path | str) -> Path:
         """Write parameters and optimizer state, one file a rank; returns the step's folder.

@@ -73,7 +73,7 @@ SIDES = ("native", "contract", "contract+skip", "invariant")
 PARTS = ("generation", "score", "train", "sync", "probe", "step")
 _FAULTS = ("kernel", "one-rank", "stale-weights", "kept-cache", "claim", "topology")
 _LR = 1e-6  # no step may move random weights to where logits have no numbers
-_PROVING = 5  # steps, at most, until the skip may begin; in later turns its first one
+_PROVING = 30.0  # seconds, at most, until the skip may begin: a step is judged a while after it
 RAW = {"logprobs_mode": "raw_logprobs"}  # at temperature 1 the same numbers, and the engine's default
 
 
@@ -254,9 +254,10 @@ class Bench:
         try:
             job, skip = self._job(side), "skip" in side
             name = side.partition("+")[0]
-            for _ in range(_PROVING if skip else 0):
-                if self._step(job, name, skip=True)["skip"] is None:
-                    break
+            deadline = time.monotonic() + _PROVING
+            while skip and self._step(job, name, skip=True)["skip"] is not None:
+                if time.monotonic() > deadline:
+                    break  # what it waits for is said beside the table
             for _ in range(self.args.steps):
                 row = self._step(job, name, skip=skip)
                 row["memory"] = job.memory()

@@ -311,16 +311,16 @@ class Runtimes:
                 more = {"step": step, "version": 0, "watched": False}
                 call_all(job.trainers, "score", tokens, first, ends, **more)
                 rewards = rng.random(count).astype(np.float32)
-                trained = call_all(job.trainers, "train", rewards, count // 2, **more)
-                if any(
-                    (t["loss"], t["grad_norm"]) != (trained[0]["loss"], trained[0]["grad_norm"])
-                    for t in trained
-                ):
+                losses = [
+                    t["loss"] for t in call_all(job.trainers, "accumulate", rewards, count // 2, **more)
+                ]
+                norms = [u["grad_norm"] for u in call_all(job.trainers, "update")]
+                if len(set(losses)) > 1 or len(set(norms)) > 1:
                     raise IsoExecError(
                         f"{unit}: ranks disagree about loss or gradient norm in step {step + 1}"
                     )
-                found["norms"].append(trained[0]["grad_norm"].hex())
-                found["losses"].append(trained[0]["loss"].hex())
+                found["norms"].append(norms[0].hex())
+                found["losses"].append(losses[0].hex())
                 masters = add_named(call_all(job.trainers, "digests", masters=True))
                 found["masters"].append({name: list(lanes) for name, lanes in masters.items()})
         self.note("training", unit, found)

@@ -34,7 +34,7 @@ def test_contract_phase_is_bitwise_equal_and_a_replaced_kernel_halts_the_job(tmp
     assert fault["verdict"] == "violation"
     assert "norm" in fault["cause"] or "kernel" in fault["cause"]
     lines = "\n".join(fault["lines"])
-    assert "steps begun after the verdict: 0" in lines
+    assert "updates after the verdict: 0" in lines
     assert "restart before `isoexec clear`: refused" in lines
     assert "restart after `isoexec clear`: starts" in lines
     assert "IsoexecKernelReplaced is firing" in lines

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from isoexec.adapters.megatron.training import (
     grpo_loss,
 )
 from isoexec.adapters.megatron.weights import export_hf
+from isoexec.contracts.errors import InstallError
 
 pytestmark = pytest.mark.megatron
 
@@ -135,6 +137,29 @@ def test_a_step_is_deterministic_and_recompute_changes_no_bit(
     reference, steps = trained(one, torch.bfloat16)
     assert differing(masters, reference) == {}
     assert losses == [s["loss"] for s in steps]
+
+
+def test_gradients_taken_again_and_a_look_before_the_update_change_no_bit(
+    trained: Any, launch: Any, make: Any, contract: Any, one: Any, tokens: torch.Tensor
+) -> None:
+    def work() -> Any:
+        model = make(one, torch.bfloat16, contract)
+        trainer = Trainer(model, lr=1e-3, clip_grad=0.5, microbatch=3)
+        norms = []
+        for step in range(STEPS):
+            batch = batch_of(tokens, model, step)
+            trainer.accumulate(replace(batch, old_logprobs=batch.old_logprobs - 1))
+            trainer.accumulate(batch)
+            model.isoexec_adapter.verify()
+            norms.append(trainer.update())
+        with pytest.raises(InstallError, match="wanted the gradients of a batch, found none"):
+            trainer.update()
+        return export_hf(model, masters=True), norms
+
+    masters, norms = launch(work)[0]
+    reference, steps = trained(one, torch.bfloat16)
+    assert differing(masters, reference) == {}
+    assert norms == [s["grad_norm"] for s in steps]
 
 
 def test_a_resumed_run_ends_in_the_bits_of_an_uninterrupted_one(
