@@ -67,21 +67,19 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What a step did: mean loss per response token, global gradient norm before clipping, trainer_fwd logprobs [n, L] fp32."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    logprobs: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
 class Accumulated:
     """What the gradients of a step came with: mean loss per response token and trainer_fwd logprobs [n, L] fp32."""
 
     loss: float
     logprobs: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult(Accumulated):
+    """What a step did: that of its gradients, its number, and the global gradient norm before clipping."""
+
+    step: int
+    grad_norm: float
 
 
 def group_advantages(rewards: Tensor, group: int, *, epsilon: float = 1e-6) -> Tensor:

@@ -156,10 +156,8 @@ class Bench:
                 },
             )
         env = {"VLLM_BATCH_INVARIANT": "1"} if job == "invariant" else {}
-        if args.profile:
-            env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = (
-                "1"  # functions to the workers, which are processes of this job
-            )
+        if args.profile:  # sends functions to the workers, which are processes of this job
+            env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         return replace(plain, engine_env=env)
 
     def open(self, job: str, task: Task, *, layout: Layout | None = None) -> Job:
