@@ -47,6 +47,7 @@ class Layout:
     ``trainer_ep`` is of a model with experts, whose slices take the tensor ranks that are left; 0 says nothing of it.
     ``random_weights`` are drawn by the trainer and given to an engine that begins with others (``load_format="dummy"``).
     ``fused_attention`` is of a native trainer; ``scores_only`` of one whose weights stay, without gradients and optimizer state.
+    With ``graphs`` the trainer's microbatches are CUDA graphs.
     ``transport`` is how weights travel: by a ``file``, or by ``handles`` of the trainer's memory on this host.
     ``devices`` are the GPUs of this host that the job may use, all where none is named.
     """
@@ -68,6 +69,7 @@ class Layout:
     one_in: int = 1
     random_weights: bool = False
     fused_attention: bool = False
+    graphs: bool = False
     scores_only: bool = False
     devices: tuple[int, ...] = ()
 
@@ -192,6 +194,7 @@ class Job:
                         "one_in": layout.one_in,
                         "random_weights": layout.random_weights,
                         "fused_attention": layout.fused_attention,
+                        "graphs": layout.graphs,
                         "scores_only": layout.scores_only,
                     },
                 )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -63,12 +64,13 @@ class TrainerHost:
         one_in: int = 1,
         random_weights: bool = False,
         fused_attention: bool = False,
+        graphs: bool = False,
         scores_only: bool = False,
     ) -> None:
         """``random_weights`` are drawn on the rank's device in place of a checkpoint's: ``model`` needs a config.json only.
 
         ``dp`` replicas share rows out, and every rank has the whole result. ``fused_attention`` is of a trainer without a
-        contract. With ``scores_only`` there is no optimizer, and no `accumulate`.
+        contract. With ``graphs`` microbatches are CUDA graphs. With ``scores_only`` there is no optimizer, and no `accumulate`.
         """
         world = tp * pp * cp * dp
         torch.set_num_threads(1)
@@ -109,13 +111,19 @@ class TrainerHost:
         self._trainer: Trainer | None = None
         if not scores_only:
             self._trainer = Trainer(
-                self._model, lr=lr, clip_grad=1.0, microbatch=microbatch, as_replicas=as_replicas
+                self._model,
+                lr=lr,
+                clip_grad=1.0,
+                microbatch=microbatch,
+                as_replicas=as_replicas,
+                graphs=graphs,
             )
         self._watch = Watch(self._model, self._client, one_in=one_in)
         self._one_in = one_in
         self._skip: ScoreSkip | None = None
         self._rollout: list[np.ndarray[Any, np.dtype[np.float32]]] | None = None
         self._offered: list[torch.Tensor] = []
+        self._settled = False
 
     def census(self) -> bool | None:
         """Whether all arithmetic that makes this rank's scores is in regions; None where no contract is installed."""
@@ -200,10 +208,12 @@ class TrainerHost:
         """fp32 [rows, L] on every rank, each replica having scored its share."""
         mine = self._share(len(rows))
         tokens = self._tokens[rows[mine.start : mine.stop]]
-        if len(mine):
-            found = score(self._model, tokens, microbatch=self._microbatch)
-        else:  # fewer rows than replicas
+        if not len(mine):  # fewer rows than replicas
             found = torch.empty(tokens.shape, dtype=torch.float32, device=self._device)
+        elif self._trainer is not None:
+            found = self._trainer.score(tokens)
+        else:
+            found = score(self._model, tokens, microbatch=self._microbatch)
         return gather_shares(found, len(rows), self._model.pg_collection.dp)
 
     def _share(self, n: int) -> range:
@@ -281,6 +291,11 @@ class TrainerHost:
         began, start = time.time(), time.perf_counter()
         norm = trainer.update()
         self._wait()
+        if not self._settled:
+            # a step makes many objects, and each collection of theirs would look at all that stays as well
+            gc.collect()
+            gc.freeze()
+            self._settled = True
         return {"grad_norm": norm, "began": began, "train": time.perf_counter() - start}
 
     def _with_optimizer(self, what: str) -> Trainer:

@@ -7,6 +7,8 @@ the plan of packed sequences is kept on their ``PackedSeqParams``, which Megatro
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -24,7 +26,7 @@ from isoexec.kernels.attention.hopper import ops as attention
 from isoexec.kernels.rope.hopper import ops as rope
 from isoexec.kernels.rope.naive import LENGTH
 
-__all__ = ["CudaCoreAttention", "Step", "of_packed", "of_rows"]
+__all__ = ["CudaCoreAttention", "Step", "of_packed", "of_rows", "steps_kept"]
 
 _KEPT = "isoexec_step"  # on the PackedSeqParams
 
@@ -35,6 +37,20 @@ class Step:
 
     plan: attention.Plan
     positions: Tensor
+
+
+_RECORDING: list[list[Step]] = []
+
+
+@contextmanager
+def steps_kept() -> Iterator[list[Step]]:
+    """The steps that attention takes meanwhile: a CUDA graph reads their tables as long as it is replayed, so it holds them."""
+    kept: list[Step] = []
+    _RECORDING.append(kept)
+    try:
+        yield kept
+    finally:
+        _RECORDING.remove(kept)
 
 
 def _made(lengths: list[int], kv_segment: int, device: torch.device) -> Step:
@@ -140,6 +156,8 @@ class CudaCoreAttention(ContractCoreAttention):
         else:
             step = of_rows(b, s, kv_segment, query.device)
             q, k, v = (t.transpose(0, 1).flatten(0, 1) for t in (query, key, value))
+        for kept in _RECORDING:
+            kept.append(step)
         if "rope" in self.owns:
             base = float(self.rope_base or 0.0)
             q, k = (self.compute_rope(t, step.positions, base) for t in (q, k))

@@ -98,10 +98,11 @@ def same_everywhere(tensors: Sequence[Tensor], group: ProcessGroup) -> bool:
 
 
 class RunSums:
-    """Megatron's ``finalize_model_grads_func``: gradients of one run after the other, summed alone, then added, then finalized.
+    """Gradients of one run after the other, summed alone, then added, and after the last one finalized as Megatron does.
 
-    Between runs a second buffer of the gradients' size holds what is summed.  The number of tokens, by which Megatron would
-    divide, is not handed on: the loss of a microbatch is already of the whole batch's tokens.
+    It takes the place of a schedule's own finalizing (``finalize_model_grads_func``, which is not set).  Between runs a second
+    buffer of the gradients' size holds what is summed.  The number of tokens, by which Megatron would divide, is not handed on:
+    the loss of a microbatch is already of the whole batch's tokens.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -115,7 +116,8 @@ class RunSums:
         self._kept, self._left = [], runs
 
     @torch.no_grad()
-    def __call__(self, model: list[Any], _tokens: Tensor | None = None, **more: Any) -> None:
+    def end(self) -> None:
+        """After each run."""
         self._left -= 1
         buffers = [b.grad_data for b in (*self._ddp.buffers, *self._ddp.expert_parallel_buffers)]
         for buffer, kept in zip(buffers, self._kept, strict=False):
@@ -125,4 +127,4 @@ class RunSums:
             self._kept = [buffer.clone() for buffer in buffers]
             self._ddp.zero_grad_buffer()
         else:
-            finalize_model_grads(model, None, **more)
+            finalize_model_grads([self._ddp])

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """A GRPO step on real Megatron: pipeline schedule, DDP with fp32 gradients, mixed-precision Adam, clipping on, checkpoints.
 
-Every reduction of the loss runs over one microbatch's [rows, length] tensor, which each rank holds whole, so the loss does not
-depend on how the model is laid out.  It alone divides by the tokens; the schedule and DDP only sum.
+The loss alone divides by the tokens; the schedule and DDP only sum.  Every rank has all logprobs in the end and makes the loss
+that is reported of them, so that it does not depend on how the model is laid out, nor on microbatches.
 Data-parallel replicas compute contiguous runs of microbatches; one replica has their bits with ``as_replicas=2``.
+Where the host would hold a GPU up, ``graphs=True`` replays microbatches instead of calling them (`graphs`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,12 +26,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from isoexec.adapters.megatron import graphs as recorded
 from isoexec.adapters.megatron.clipping import leaves
 from isoexec.adapters.megatron.logprobs import (
     align,
     from_last_stage,
     model_inputs,
     output_processor,
+    score,
     sequence_multiple,
 )
 from isoexec.adapters.megatron.replicas import RunSums, gather_shares, runs_of, same_everywhere, share
@@ -103,8 +107,9 @@ class Trainer:
     """Owns the wrapped model and the optimizer of one run, of one data-parallel replica or of two (DP 1, DP 2).
 
     ``as_replicas`` (1 or 2) sums gradients in the order of so many replicas, so that DP 1 ends in the bits of DP 2; under DP 2 it
-    is always 2.  One replica with 2 holds a second buffer of the gradients' size during a step.  Raises InstallError for other
-    degrees, for experts that replicas share out, and for a model with an auxiliary loss.
+    is always 2.  One replica with 2 holds a second buffer of the gradients' size during a step.  With ``graphs`` microbatches
+    are CUDA graphs, of a model that one GPU holds.  Raises InstallError for other degrees, for experts that replicas share out,
+    for a model with an auxiliary loss, and for one that `graphs` does not take.
     """
 
     def __init__(
@@ -119,9 +124,11 @@ class Trainer:
         microbatch: int = 8,
         distributed_optimizer: bool = False,
         as_replicas: int = 1,
+        graphs: bool = False,
     ) -> None:
         self.model = unwrap(model)
         config = self.model.config
+        self._graphs = recorded.Graphs(self.model) if graphs else None
         self._runs = runs_of(self.model, as_replicas)
         self._dp = self.model.pg_collection.dp
         self.microbatch, self.ratio_clip, self.step = microbatch, ratio_clip, 0
@@ -129,15 +136,16 @@ class Trainer:
         config.calculate_per_token_loss = True  # DDP reads it as it is made, the schedule at each step
         half = config.params_dtype is torch.bfloat16
         wrapped = Float16Module(config, self.model) if half else self.model
-        self.ddp = DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                overlap_grad_reduce=False,
-                use_distributed_optimizer=distributed_optimizer,
-            ),
-            wrapped,
-        )
+        with self._graphs.stream() if self._graphs else nullcontext():
+            self.ddp = DistributedDataParallel(
+                config,
+                DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    overlap_grad_reduce=False,
+                    use_distributed_optimizer=distributed_optimizer,
+                ),
+                wrapped,
+            )
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -154,7 +162,6 @@ class Trainer:
             use_gloo_process_groups=False,
         )
         self._sums = RunSums(self.ddp)
-        config.finalize_model_grads_func = self._sums
         config.grad_scale_func = self.optimizer.scale_loss
         adapter = getattr(self.model, "isoexec_adapter", None)
         if adapter is not None:
@@ -195,7 +202,8 @@ class Trainer:
                 found="another batch on each",
                 fix="give train_step all rows on every rank; it shares them out",
             )
-        count = int(batch.mask.sum())
+        tokens = batch.mask.sum()
+        count = int(tokens)
         if count == 0:
             raise InstallError(
                 region="trainer",
@@ -205,56 +213,87 @@ class Trainer:
             )
         size, microbatches = self._cut(n)
         padded = _pad_rows(batch, microbatches * size - n)
+        if self._graphs:
+            padded = _pad_columns(padded, -length % recorded.COLUMNS)
         mine = share(microbatches, self._dp.size(), self._dp.rank())
         parts = [padded.rows(i * size, (i + 1) * size) for i in mine]
-        multiple = sequence_multiple(self.model)
-        process = output_processor(self.model)
         self.ddp.train()
         self.optimizer.zero_grad()
-
-        def forward(parts: Iterator[_Rows], stage: Any) -> tuple[Tensor, Callable[..., Any]]:
-            part = next(parts)
-            values = stage(**model_inputs(part.tokens, multiple), output_processor=process)
-
-            def loss_of(values: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                lp = align(values, length)
-                total = grpo_loss(lp, part.old_logprobs, part.advantages, part.mask, clip=self.ratio_clip)
-                tokens = part.mask.sum(dtype=torch.int32)  # nobody reads it, but it says: do not divide
-                return total / count, tokens, {"sum": total.detach(), "logprobs": lp.detach()}
-
-            return values, loss_of
-
-        schedule = get_forward_backward_func(pp_size=self.model.pg_collection.pp.size())
         runs = self._runs // self._dp.size()
         each = len(parts) // runs
         self._sums.begin(runs)
-        found: list[dict[str, Tensor]] = []
+        found: list[Tensor] = []
         for run in range(runs):
-            found += schedule(
-                forward_step_func=forward,
-                data_iterator=iter(parts[run * each : (run + 1) * each]),
-                model=[self.ddp],
-                num_microbatches=each,
-                seq_length=length + -length % multiple,
-                micro_batch_size=size,
-                forward_only=False,
-            )
+            own = parts[run * each : (run + 1) * each]
+            if self._graphs:
+                for part in own:
+                    found += self._graphs("train", self._recorded, *part, tokens)
+            else:
+                found += self._forward_backward(own, tokens)
+            self._sums.end()
         device = batch.tokens.device
         if self.model.post_process:
-            sums = torch.stack([f["sum"].double() for f in found])
-            logprobs = torch.cat([f["logprobs"].float() for f in found])
+            logprobs = torch.cat([f[:, :length].float() for f in found])
         else:
-            sums = torch.empty(len(parts), dtype=torch.float64, device=device)
             logprobs = torch.empty(len(parts) * size, length, dtype=torch.float32, device=device)
-        pp = self.model.pg_collection.pp
-        sums = gather_shares(from_last_stage(sums, pp), microbatches, self._dp)
-        loss = float(sums.sum()) / count
-        logprobs = gather_shares(from_last_stage(logprobs, pp), microbatches * size, self._dp)
-        logprobs = logprobs[:n].contiguous()
+        logprobs = from_last_stage(logprobs, self.model.pg_collection.pp)
+        logprobs = gather_shares(logprobs, microbatches * size, self._dp)[:n].contiguous()
+        total = grpo_loss(
+            logprobs.double(), batch.old_logprobs, batch.advantages, batch.mask, clip=self.ratio_clip
+        )
+        loss = float(total) / count
         if loss - loss != 0.0:
             raise FloatingPointError(f"step {self.step + 1}: the loss is {loss}")
         self._accumulated = True
         return Accumulated(loss=loss, logprobs=logprobs)
+
+    def _forward_backward(self, parts: list[_Rows], count: Tensor) -> list[Tensor]:
+        """Add the gradients of microbatches to DDP's buffers, by Megatron's own schedule; their logprobs on the last stage."""
+        multiple = sequence_multiple(self.model)
+        process = output_processor(self.model)
+        size, length = parts[0].tokens.shape
+
+        def forward(rest: Iterator[_Rows], stage: Any) -> tuple[Tensor, Callable[..., Any]]:
+            part = next(rest)
+            values = stage(**model_inputs(part.tokens, multiple), output_processor=process)
+
+            def loss_of(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+                lp = align(values, length)
+                total = grpo_loss(lp, part.old_logprobs, part.advantages, part.mask, clip=self.ratio_clip)
+                tokens = part.mask.sum(dtype=torch.int32)  # nobody reads it, but it says: do not divide
+                return total / count.to(total.dtype), tokens, lp.detach()
+
+            return values, loss_of
+
+        schedule = get_forward_backward_func(pp_size=self.model.pg_collection.pp.size())
+        found: list[Tensor] = schedule(
+            forward_step_func=forward,
+            data_iterator=iter(parts),
+            model=[self.ddp],
+            num_microbatches=len(parts),
+            seq_length=length + -length % multiple,
+            micro_batch_size=size,
+            forward_only=False,
+        )
+        return found
+
+    def _recorded(self, *tensors: Tensor) -> list[Tensor]:
+        *rows, count = tensors
+        return self._forward_backward([_Rows(*rows)], count)
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """`logprobs.score` of tokens [n, L] in this trainer's microbatches: fp32 [n, L] on every rank."""
+        if self._graphs is None:
+            return score(self.model, tokens, microbatch=self.microbatch)
+        n, length = tokens.shape
+        size = self.microbatch
+        rows = torch.cat([tokens, tokens[:1].expand(-n % size, -1)])
+        parts = torch.nn.functional.pad(rows, (0, -length % recorded.COLUMNS)).split(size)
+        found = [self._graphs("score", self._scored, part)[0] for part in parts]
+        return torch.cat(found)[:n, :length].contiguous()
+
+    def _scored(self, tokens: Tensor) -> list[Tensor]:
+        return [score(self.model, tokens, microbatch=len(tokens))]
 
     def update(self) -> float:
         """Clip what `accumulate` left and step the optimizer, on every rank; the global gradient norm before clipping.
@@ -363,20 +402,16 @@ def _own_shards(optimizer: DistributedOptimizer) -> dict[Any, Any]:
     return state
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rows:
+class _Rows(NamedTuple):
+    """Rows of a `Batch`."""
+
     tokens: Tensor
     mask: Tensor
     advantages: Tensor
     old_logprobs: Tensor
 
     def rows(self, a: int, b: int) -> _Rows:
-        return _Rows(
-            tokens=self.tokens[a:b],
-            mask=self.mask[a:b],
-            advantages=self.advantages[a:b],
-            old_logprobs=self.old_logprobs[a:b],
-        )
+        return _Rows(*(t[a:b] for t in self))
 
 
 def _pad_rows(batch: Batch, extra: int) -> _Rows:
@@ -388,3 +423,12 @@ def _pad_rows(batch: Batch, extra: int) -> _Rows:
         advantages=torch.cat([batch.advantages, batch.advantages.new_zeros(extra)]),
         old_logprobs=torch.cat([batch.old_logprobs, batch.old_logprobs[:1].expand(extra, -1)]),
     )
+
+
+def _pad_columns(rows: _Rows, extra: int) -> _Rows:
+    """The rows with ``extra`` tokens of id 0 behind each, that no mask selects."""
+    wider = {
+        name: torch.nn.functional.pad(getattr(rows, name), (0, extra))
+        for name in ("tokens", "mask", "old_logprobs")
+    }
+    return rows._replace(**wider)

@@ -148,6 +148,7 @@ class Bench:
                 microbatch=args.microbatch,
                 random_weights=True,
                 fused_attention=not args.unfused,
+                graphs=job in args.graphs,
                 engine={
                     **RAW,
                     "load_format": "dummy",
@@ -464,6 +465,12 @@ def _parser() -> argparse.ArgumentParser:
         help="the native trainer's attention is Megatron's local one, and not torch's fused one",
     )
     parser.add_argument(
+        "--graphs",
+        type=names,
+        default=[],
+        help="of native,contract,invariant: sides whose trainer replays its microbatches as CUDA graphs",
+    )
+    parser.add_argument(
         "--profile",
         type=names,
         default=[],
@@ -482,6 +489,7 @@ def main(argv: list[str] | None = None) -> int:
     require_known("--sides", sides, SIDES)
     require_known("--faults", args.faults, _FAULTS)
     require_known("--profile", args.profile, KINDS)
+    require_known("--graphs", args.graphs, [side for side in SIDES if "+" not in side])
     args.sides = sides
     small: dict[str, Any] = {"prompts": 2, "prompt": [8, 24], "response": 24}
     large: dict[str, Any] = {"prompts": 8, "prompt": [64, 512], "response": 512}

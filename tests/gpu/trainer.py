@@ -47,7 +47,7 @@ from isoexec.adapters.megatron.logprobs import (
 from isoexec.adapters.megatron.model import build
 from isoexec.adapters.megatron.training import Batch, Trainer
 from isoexec.adapters.megatron.weights import pieces, weight_partials
-from isoexec.contracts.errors import IsoExecError
+from isoexec.contracts.errors import InstallError, IsoExecError
 from isoexec.contracts.schema import Contract, library
 from isoexec.kernels.gates import staged
 from isoexec.probes.attest import environment as probed
@@ -212,14 +212,14 @@ def join(folder: Path, rank: int, size: int, device: torch.device) -> None:
     model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
 
 
-def steps(run: Run, model: Any) -> dict[str, Any]:
+def steps(run: Run, model: Any, *, graphs: bool = False) -> dict[str, Any]:
     """Two clipped optimizer steps: gradient norms, logprobs, digests of the masters after each."""
-    trainer = Trainer(model, lr=1e-4, clip_grad=0.1, ratio_clip=(1.0, 1e9), microbatch=2)
+    trainer = Trainer(model, lr=1e-4, clip_grad=0.1, ratio_clip=(1.0, 1e9), microbatch=2, graphs=graphs)
     tokens = run.rows()
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     for i, length in enumerate(run.lengths):
         mask[i, 4:length] = True
-    old = score(model, tokens, microbatch=2)
+    old = trainer.score(tokens)
     found: dict[str, Any] = {"norms": [], "logprobs": [], "masters": []}
     for step in range(2):
         advantages = torch.linspace(-1, 1, len(tokens), device=tokens.device) * (step + 1)
@@ -435,13 +435,26 @@ def whole_run(run: Run) -> int:
         cleared(run)
         return f"gradient norms {held['steps']['norms']}"
 
+    def replayed() -> str:
+        of = steps(run, made(), graphs=True)
+        held.pop("model")
+        cleared(run)
+        return same_as_alone([of])
+
+    def refused() -> str:
+        try:
+            Trainer(made(), graphs=True)
+        except InstallError as error:
+            return str(error)
+        return "DIFFERS: graphs were not refused on a CPU"
+
     def same_scores() -> str:
         own, theirs = held["scores"], found(run, "scores")[0]
         rows = differing([own["rows"]], [theirs["rows"]])
         return f"rows {rows}; packed {differing(own['packed'], theirs['packed'])}"
 
-    def same_steps() -> str:
-        of = found(run, "steps")
+    def same_as_alone(of: list[dict[str, Any]]) -> str:
+        """Whether the shares of one or two ranks are the steps of one."""
         said = []
         for step in range(2):
             masters = add_named([o["masters"][step] for o in of])
@@ -454,6 +467,9 @@ def whole_run(run: Run) -> int:
         if held["steps"]["norms"] != of[0]["norms"] or any("DIFFERS" in s for s in said):
             return "DIFFERS: " + "; ".join(said)
         return "; ".join(said)
+
+    def same_steps() -> str:
+        return same_as_alone(found(run, "steps"))
 
     def shipped() -> str:
         from isoexec.kernels.linear.hopper import cublaslt
@@ -471,6 +487,7 @@ def whole_run(run: Run) -> int:
         ("layers recomputed", recomputed(recompute=True)),
         ("attention recomputed", recomputed(recompute_granularity="selective")),
         ("two optimizer steps at TP 1", stepped),
+        ("the same, microbatches as CUDA graphs", refused if run.specified else replayed),
         ("TP 2 with sequence parallelism, two processes on one GPU", lambda: both(run)),
         ("scores of TP 2 against TP 1", same_scores),
         ("steps of TP 2 against TP 1", same_steps),
