@@ -5,8 +5,9 @@ A layer of a small model costs the host more than the GPU, natively and the more
 replay costs it one launch for a whole microbatch.  Shapes must repeat for that: rows are padded on the right to whole `COLUMNS`,
 which under a contract changes no bit.
 
-A graph holds the kernels that were bound when it was recorded.  Whoever looks at what is bound now (`verify`, the canaries) does
-not see those, and a graph's own numbers are what the comparison of sampled tokens judges, as in the engine.
+A graph holds the kernels that were bound when it was recorded, and is another one where another contract is installed, or none.
+Whoever looks at what is bound now (`verify`, the canaries) does not see those: a graph's own numbers are what the comparison of
+sampled tokens judges, as in the engine.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Graphs:
                     found="another",
                     fix="leave graphs=False",
                 )
+        self._model = model
         self._side = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
         self._held: dict[_Key, _Graph] = {}
@@ -85,7 +87,9 @@ class Graphs:
         The first time with these shapes it is called, which makes what cannot be made inside a graph, the second time
         recorded, and replayed from then on.
         """
-        key = (name, *((t.shape, t.dtype) for t in given))
+        adapter = getattr(self._model, "isoexec_adapter", None)
+        bound = None if adapter is None else adapter.contract.numerical_policy
+        key = (name, bound, *((t.shape, t.dtype) for t in given))
         if key not in self._held:
             if key not in self._seen:
                 self._seen.add(key)
