@@ -5,9 +5,9 @@ A layer of a small model costs the host more than the GPU, natively and the more
 replay costs it one launch for a whole microbatch.  Shapes must repeat for that: rows are padded on the right to whole `COLUMNS`,
 which under a contract changes no bit.
 
-A graph holds the kernels that were bound when it was recorded, and is another one where another contract is installed, or none.
-Whoever looks at what is bound now (`verify`, the canaries) does not see those: a graph's own numbers are what the comparison of
-sampled tokens judges, as in the engine.
+A graph holds the kernels that were bound when it was recorded and the places of the weights: where another contract is installed,
+or none, or where a weight or its gradient has moved, all are recorded anew.  Whoever looks at what is bound now (`verify`, the
+canaries) does not see those kernels: a graph's own numbers are what the comparison of sampled tokens judges, as in the engine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Graph:
 class Graphs:
     """The graphs of one model, which share their memory: each result is copied out before the next replay.
 
-    Raises InstallError for a model whose microbatch is not one GPU's work alone, or waits for the host.
+    Raises InstallError for a model whose microbatch is not one GPU's work alone, waits for the host, or draws random numbers.
     """
 
     def __init__(self, model: Any) -> None:
@@ -54,6 +54,7 @@ class Graphs:
             ("TP, PP and CP 1", groups.tp.size() == groups.pp.size() == groups.cp.size() == 1),
             ("a model without experts, whose rows the host counts", config.num_moe_experts is None),
             ("recompute_granularity None", config.recompute_granularity is None),
+            ("no dropout", not (config.hidden_dropout or config.attention_dropout)),
         ):
             if not found:
                 raise InstallError(
@@ -67,6 +68,7 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._held: dict[_Key, _Graph] = {}
         self._seen: set[_Key] = set()
+        self._stands: tuple[Any, ...] = ()
 
     @contextmanager
     def stream(self) -> Iterator[None]:
@@ -85,11 +87,13 @@ class Graphs:
         """What ``call`` makes of the tensors; ``name`` tells calls apart.
 
         The first time with these shapes it is called, which makes what cannot be made inside a graph, the second time
-        recorded, and replayed from then on.
+        recorded, and replayed from then on.  Raises InstallError for a call that cannot be recorded.
         """
-        adapter = getattr(self._model, "isoexec_adapter", None)
-        bound = None if adapter is None else adapter.contract.numerical_policy
-        key = (name, bound, *((t.shape, t.dtype) for t in given))
+        if (stands := self._standing()) != self._stands:
+            self._held.clear()
+            self._seen.clear()
+            self._stands = stands
+        key = (name, *((t.shape, t.dtype) for t in given))
         if key not in self._held:
             if key not in self._seen:
                 self._seen.add(key)
@@ -106,13 +110,30 @@ class Graphs:
         held.graph.replay()
         return tuple(t.clone() for t in held.made)
 
+    def _standing(self) -> tuple[Any, ...]:
+        """What every graph rests on: the policy of the contract that is installed, and where weights and gradients lie."""
+        adapter = getattr(self._model, "isoexec_adapter", None)
+        bound = None if adapter is None else adapter.contract.numerical_policy
+        held = (
+            t for p in self._model.parameters() for t in (p, getattr(p, "main_grad", None)) if t is not None
+        )
+        return bound, *(t.data_ptr() for t in held)
+
     def _record(self, call: Callable[..., Sequence[Tensor]], given: Sequence[Tensor]) -> _Graph:
         graph = torch.cuda.CUDAGraph()
         own = tuple(t.clone() for t in given)
-        with (
-            steps_kept() as steps,
-            # other threads, a process group's among them, may ask the GPU for something meanwhile
-            torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"),
-        ):
-            made = tuple(call(*own))
+        # other threads, a process group's among them, may ask the GPU for something meanwhile
+        recording = torch.cuda.graph(
+            graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
+        )
+        try:
+            with steps_kept() as steps, recording:
+                made = tuple(call(*own))
+        except RuntimeError as error:
+            raise InstallError(
+                region="trainer",
+                wanted="a microbatch that a CUDA graph can hold",
+                found=str(error),
+                fix="leave graphs=False, or take out what waits for the GPU in the model or the loss",
+            ) from error
         return _Graph(graph=graph, given=own, made=made, steps=steps)

@@ -490,6 +490,8 @@ def main(argv: list[str] | None = None) -> int:
     require_known("--faults", args.faults, _FAULTS)
     require_known("--profile", args.profile, KINDS)
     require_known("--graphs", args.graphs, [side for side in SIDES if "+" not in side])
+    if args.tiny and args.graphs:
+        raise SystemExit("--graphs: wanted a GPU, found --tiny; leave one of them out")
     args.sides = sides
     small: dict[str, Any] = {"prompts": 2, "prompt": [8, 24], "response": 24}
     large: dict[str, Any] = {"prompts": 8, "prompt": [64, 512], "response": 512}

@@ -162,6 +162,42 @@ def test_gradients_taken_again_and_a_look_before_the_update_change_no_bit(
     assert norms == [s["grad_norm"] for s in steps]
 
 
+def test_tokens_behind_every_row_change_no_bit(
+    trained: Any, launch: Any, make: Any, contract: Any, one: Any, tokens: torch.Tensor
+) -> None:
+    def work() -> Any:
+        model = make(one, torch.bfloat16, contract)
+        trainer = Trainer(model, lr=1e-3, clip_grad=0.5, microbatch=3)
+        found = []
+        for step in range(STEPS):
+            batch = batch_of(tokens, model, step)
+            wider = {
+                name: torch.nn.functional.pad(getattr(batch, name), (0, 27))
+                for name in ("tokens", "mask", "old_logprobs")
+            }
+            found.append(trainer.train_step(replace(batch, **wider)))
+        return export_hf(model, masters=True), found
+
+    masters, found = launch(work)[0]
+    reference, steps = trained(one, torch.bfloat16)
+    assert differing(masters, reference) == {}
+    for mine, theirs in zip(found, steps, strict=True):
+        assert mine.grad_norm == theirs["grad_norm"]
+        assert torch.equal(mine.logprobs[:, :37].view(torch.int32), theirs["logprobs"].view(torch.int32))
+
+
+def test_graphs_are_refused_where_there_is_no_gpu(
+    launch: Any, make: Any, contract: Any, one: Any, tokens: torch.Tensor
+) -> None:
+    def work() -> torch.Tensor:
+        model = make(one, torch.bfloat16, contract)
+        with pytest.raises(InstallError, match="wanted a model on a GPU, for microbatches as CUDA graphs"):
+            Trainer(model, graphs=True)
+        return Trainer(model, microbatch=3).score(tokens[:4]) - score(model, tokens[:4])
+
+    assert not launch(work)[0].any()
+
+
 def test_a_resumed_run_ends_in_the_bits_of_an_uninterrupted_one(
     trained: Any, launch: Any, make: Any, contract: Any, layout_of: Any, tokens: torch.Tensor, tmp_path: Path
 ) -> None:
