@@ -69,10 +69,9 @@ class EngineHost:
         if contract is not None:
             arguments["worker_extension_cls"] = "isoexec.adapters.demo.faults.FaultExtension"
         if transport == "handles":
-            from isoexec.adapters.demo.extension import ReceivingFaultExtension
             from isoexec.adapters.vllm.transfer import receiving
 
-            arguments |= receiving(ReceivingFaultExtension if contract is not None else None)
+            arguments |= receiving()
         self._llm = LLM(**engine_args(contract, **arguments))
         self._rollout = Rollout(self._llm, self._client, one_in=one_in)
         self._silent = False

@@ -175,17 +175,31 @@ class Rollout:
         return reports
 
     def sync(
-        self, path: Path | str, weight_version: int, *, step: int, attest: bool = True
+        self,
+        weights: Path | str | Sequence[Sequence[Any]],
+        weight_version: int,
+        *,
+        step: int,
+        attest: bool = True,
     ) -> dict[str, tuple[int, int]]:
-        """Load a safetensors file of Hugging Face names into every worker, forget the prefix cache, digest and attest.
+        """Load weights into every worker, forget the prefix cache, digest and attest.
 
-        To be called between steps, with no request running.  Returns the digests of the live tensors by name.  A loop whose
-        trainer scores while the engine waits takes ``attest=False`` and calls `attest` then: it costs no time there, and proves
-        what has sampled before anything is trained on it.
+        ``weights`` are a safetensors file of Hugging Face names, or [name, handle] of each tensor in the memory of a trainer on
+        this host (`isoexec.adapters.handles`), for an engine started with `isoexec.adapters.vllm.transfer.receiving`; when this
+        returns they have been read.  To be called between steps, with no request running.  Returns the digests of the live
+        tensors by name.  A loop whose trainer scores while the engine waits takes ``attest=False`` and calls `attest` then: it
+        costs no time there, and proves what has sampled before anything is trained on it.
         """
-        self.llm.collective_rpc(
-            "isoexec_load_weights", timeout=self.timeout, args=(str(Path(path).resolve()), weight_version)
-        )
+        if isinstance(weights, str | Path):
+            self.llm.collective_rpc(
+                "isoexec_load_weights",
+                timeout=self.timeout,
+                args=(str(Path(weights).resolve()), weight_version),
+            )
+        else:
+            from isoexec.adapters.vllm.transfer import receive
+
+            receive(self.llm, weights, weight_version)
         self.reset_cache()
         self.weight_version = weight_version
         digests = self.weights(step=step)

@@ -3,11 +3,10 @@
 
 ::
 
-    llm = LLM(**engine_args(contract, **receiving(worker_extension_cls), ...))
-    receive(llm, handles, weight_version)    # handles: [name, handle] of `isoexec.adapters.handles`, whole tensors
+    llm = LLM(**engine_args(contract, **receiving(), ...))
+    rollout.sync(handles, weight_version, step=step)  # [name, handle] of `isoexec.adapters.handles`, whole tensors
 
-vLLM's own ``ipc`` backend opens the same memory, but imports Ray and asks for pickled requests.  The prefix cache must be dropped
-afterwards, as after any weight load (`Rollout.reset_cache`).
+vLLM's own ``ipc`` backend opens the same memory, but imports Ray and asks for pickled requests.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from isoexec.adapters.handles import opened
-from isoexec.adapters.vllm.worker import IsoExecExtension
+from isoexec.contracts.errors import InstallError
 
-__all__ = ["HandleEngine", "Receiver", "ReceivingExtension", "receive", "receiving", "register"]
+__all__ = ["HandleEngine", "receive", "receiving", "register"]
 
 BACKEND = "isoexec"
 
@@ -81,33 +80,26 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, HandleEngine)
 
 
-register()  # a worker imports its extension class before it makes its model, in whatever process it is
-
-
-class Receiver:
-    """What a worker's extension class needs beside the backend: the version its tensors are of."""
-
-    def isoexec_received(self, weight_version: int) -> bool:
-        """Say which weights were received."""
-        self._isoexec_weight_version = int(weight_version)
-        return True
-
-
-class ReceivingExtension(IsoExecExtension, Receiver):
-    """The extension of a worker without a contract."""
-
-
-def receiving(extension: type | None = None) -> dict[str, Any]:
-    """Engine arguments of an engine that receives; ``extension`` is your own subclass of `Receiver`."""
-    cls = extension or ReceivingExtension
-    return {
-        "weight_transfer_config": {"backend": BACKEND},
-        "worker_extension_cls": f"{cls.__module__}.{cls.__qualname__}",
-    }
+def receiving() -> dict[str, Any]:
+    """Engine arguments of an engine that receives, with a contract or without."""
+    return {"weight_transfer_config": {"backend": BACKEND}}
 
 
 def receive(llm: Any, handles: Sequence[Sequence[Any]], weight_version: int) -> None:
-    """Load whole tensors into every worker; when it returns they have been read, and the trainer may change its own."""
+    """Load whole tensors into every worker; when it returns they have been read, and the trainer may change its own.
+
+    The prefix cache must be dropped afterwards, as after any weight load (`Rollout.sync` does both).  Raises InstallError for
+    an engine that was not started with `receiving`.
+    """
+    config = llm.llm_engine.vllm_config.weight_transfer_config
+    found = None if config is None else config.backend
+    if found != BACKEND:
+        raise InstallError(
+            region="weight sync",
+            wanted=f"an engine with the weight transfer backend {BACKEND!r}",
+            found=repr(found),
+            fix="start it with engine_args(contract, **receiving(), ...), or sync by a file",
+        )
     llm.start_weight_update()
     llm.update_weights({"update_info": {"tensors": [list(one) for one in handles]}})
     llm.finish_weight_update()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from isoexec.adapters.base import REGIONS, Enforcement, RegionReport, reference_canary, regions_of
 from isoexec.adapters.snapshot import Change, Snapshot, told
-from isoexec.adapters.vllm import state
+from isoexec.adapters.vllm import state, transfer
 from isoexec.adapters.vllm.census import WorkerCensus
 from isoexec.adapters.vllm.engines import found_engine
 from isoexec.adapters.vllm.objects import bound_objects, changes_of, described, modules_of, sampler_of
@@ -30,6 +30,8 @@ from isoexec.contracts.errors import InstallError, IsoExecError
 from isoexec.probes.attest import environment
 
 __all__ = ["IsoExecExtension", "plain"]
+
+transfer.register()  # a worker imports this before it makes its model, in whatever process it is
 
 _KEPT = 1 << 27  # bytes of answers that are kept until they are awaited
 _REFUSALS = (
@@ -100,6 +102,11 @@ class IsoExecExtension:
             )
         self._isoexec_weight_version = int(weight_version)
         return {"rank": int(self.rank), "weight_version": int(weight_version), "tensors": len(names)}
+
+    def isoexec_received(self, weight_version: int) -> bool:
+        """Say of which version the weights are that `isoexec.adapters.vllm.transfer` has loaded."""
+        self._isoexec_weight_version = int(weight_version)
+        return True
 
     def isoexec_weight_partials(self) -> dict[str, Any]:
         """Partial digests of the live parameters by Hugging Face name; what nobody can read is named in ``unknown``."""

@@ -19,6 +19,7 @@ from engine_common import (  # type: ignore[import-not-found]
     attribute,
     bits,
     census,
+    handed,
     in_child,
     prefix_hits,
     prompts,
@@ -34,10 +35,12 @@ from engine_tampers import of_class, periodic, planted, truth  # type: ignore[im
 
 
 def contract_bits(contract: str, first: str, second: str, dtype: str) -> dict[str, Any]:
-    """One process, one rank: every way this engine comes to a logprob, and a weight sync."""
+    """One process, one rank: every way this engine comes to a logprob, and a weight sync by handles."""
+    from isoexec.adapters.vllm.transfer import receiving
+
     found: dict[str, Any] = {}
     asked = prompts()
-    llm, rollout = start(contract, first, dtype)
+    llm, rollout = start(contract, first, dtype, **receiving())
     sample(llm, rollout, asked[:1])
     begin = time.perf_counter()
     whole, _ = sample(llm, rollout, asked)
@@ -47,7 +50,9 @@ def contract_bits(contract: str, first: str, second: str, dtype: str) -> dict[st
     found["reports"] = reports(rollout)
     found["weights"] = rollout.weights(step=0)
     found["census"] = census(llm)
-    found["synced_weights"] = rollout.sync(Path(second) / "model.safetensors", 1, step=1)
+    with handed(second) as handles:
+        found["synced_weights"] = rollout.sync(handles, 1, step=1)
+    found["synced_version"] = llm.collective_rpc("isoexec_weight_partials", timeout=60)[0]["weight_version"]
     after, _ = sample(llm, rollout, asked)
     found["synced_tokens"], found["synced"] = tokens(after), bits(after)
     found["calls"] = llm.collective_rpc("isoexec_report", timeout=60)[0]["calls"]
@@ -168,6 +173,8 @@ def emptied(worker: Any) -> list[str]:
 
 def native(first: str, second: str) -> dict[str, Any]:
     """No contract: the engine as it is, only monitored."""
+    from isoexec.contracts.errors import InstallError
+
     found: dict[str, Any] = {}
     for dtype in ("bfloat16", "float32"):
         llm, rollout = start(None, first, dtype)
@@ -183,6 +190,10 @@ def native(first: str, second: str) -> dict[str, Any]:
             parts = llm.collective_rpc("isoexec_weight_partials", timeout=60)[0]
             here["unknown"], here["readable"] = parts["unknown"], sorted(parts["tensors"])
             here["emptied"] = llm.collective_rpc(emptied, timeout=60)[0]
+            try:
+                rollout.sync([], 1, step=1)
+            except InstallError as error:
+                here["handles"] = str(error)
             rollout.sync(Path(second) / "model.safetensors", 1, step=1)
             here["synced"] = bits(sample(llm, rollout, prompts())[0])
             stop(llm)

@@ -123,6 +123,14 @@ def test_loaded_weights_have_the_digests_of_the_checkpoint(
     assert found["weights"] == checkpoint_digests(models["first"], found["dtype"])
     assert found["synced_weights"] == checkpoint_digests(models["second"], found["dtype"])
     assert not set(map(tuple, found["weights"].values())) & set(map(tuple, found["synced_weights"].values()))
+    assert found["synced_version"] == 1
+
+
+def test_handles_are_refused_by_an_engine_that_was_not_started_for_them(native: dict[str, Any]) -> None:
+    assert (
+        "wanted an engine with the weight transfer backend 'isoexec', found None"
+        in (native["bfloat16"]["handles"])
+    )
 
 
 def test_after_a_sync_the_engine_is_one_started_from_the_new_checkpoint(found: dict[str, Any]) -> None:
