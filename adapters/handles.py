@@ -6,6 +6,7 @@ On a GPU these are CUDA's handles of memory between processes, on a CPU torch's 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,9 +14,30 @@ from torch import Tensor
 
 from isoexec.contracts.errors import InstallError
 
-__all__ = ["handle_of", "opened"]
+__all__ = ["Offer", "handle_of", "opened"]
 
 _CUDA, _CPU = "cuda", "cpu"
+
+
+class Offer:
+    """Tensors held out by name to other processes of this host, as long as this object holds them.
+
+    ``handles`` are [name, handle] of each, plain builtins that go over any wire; what is behind them has been written when they
+    are there. Their memory stays until `withdraw`, which is for when the others have read.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        made = {name: handle_of(t) for name, t in tensors.items()}
+        self.handles: list[list[Any]] = [[name, handle] for name, (_, handle) in made.items()]
+        self._held = [t for t, _ in made.values()]
+        for device in {t.device for t in self._held if t.is_cuda}:
+            torch.cuda.synchronize(device)
+
+    def withdraw(self) -> None:
+        """Let go of them."""
+        self._held = []
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()
 
 
 def handle_of(t: Tensor) -> tuple[Tensor, list[Any]]:

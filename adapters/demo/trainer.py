@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from isoexec.adapters.demo.memory import peak_bytes, reset_peak
 from isoexec.adapters.demo.tiny import drawn
-from isoexec.adapters.handles import handle_of
+from isoexec.adapters.handles import Offer
 from isoexec.adapters.megatron.logprobs import score
 from isoexec.adapters.megatron.model import build
 from isoexec.adapters.megatron.replicas import gather_shares, share
@@ -122,7 +122,7 @@ class TrainerHost:
         self._one_in = one_in
         self._skip: ScoreSkip | None = None
         self._rollout: list[np.ndarray[Any, np.dtype[np.float32]]] | None = None
-        self._offered: list[torch.Tensor] = []
+        self._offered: Offer | None = None
         self._settled = False
 
     def census(self) -> bool | None:
@@ -314,10 +314,8 @@ class TrainerHost:
 
         They stay until the next call of `offer`, or until `withdraw`.
         """
-        named = [(name, *handle_of(t)) for name, t in export_hf(self._model, device=self._device).items()]
-        self._offered = [t for _, t, _ in named]
-        self._wait()
-        return [[name, handle] for name, _, handle in named]
+        self._offered = Offer(export_hf(self._model, device=self._device))
+        return self._offered.handles
 
     def synced(self, *, version: int, step: int) -> None:
         """Digest the weights as ``version``."""
@@ -333,9 +331,8 @@ class TrainerHost:
 
     def withdraw(self) -> None:
         """The engine has read what was offered."""
-        self._offered = []
-        if self._device.type == "cuda":
-            torch.cuda.ipc_collect()
+        if self._offered is not None:
+            self._offered.withdraw()
 
     def memory(self) -> int:
         """Peak bytes of this rank since the last call: on the GPU, or of the process where there is none."""

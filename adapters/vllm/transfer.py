@@ -4,7 +4,7 @@
 ::
 
     llm = LLM(**engine_args(contract, **receiving(), ...))
-    rollout.sync(handles, weight_version, step=step)  # [name, handle] of `isoexec.adapters.handles`, whole tensors
+    rollout.sync(handles, weight_version, step=step)  # of whole tensors: the trainer's `Offer` (`isoexec.adapters.handles`)
 
 vLLM's own ``ipc`` backend opens the same memory, but imports Ray and asks for pickled requests.
 """
@@ -70,8 +70,10 @@ class HandleEngine(WeightTransferEngine[NoInit, Handles]):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Refused: the trainer's end is `isoexec.adapters.handles.handle_of`, which needs no vLLM."""
-        raise NotImplementedError("make handles in the trainer and give them to `receive` at the engine")
+        """Refused: the trainer's end is `isoexec.adapters.handles.Offer`, which needs no vLLM."""
+        raise NotImplementedError(
+            "make an Offer in the trainer and give its handles to `receive` at the engine"
+        )
 
 
 def register() -> None:

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from isoexec.adapters.handles import handle_of, opened
+from isoexec.adapters.handles import Offer, handle_of, opened
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -28,3 +28,14 @@ def test_a_handle_is_made_of_plain_builtins() -> None:
     _, handle = handle_of(torch.ones(3, 4))
     assert {type(part) for part in handle} <= {str, int, bytes, list, bool}
     assert json.loads(json.dumps(handle[:4])) == ["cpu", "float32", [3, 4], 0]
+
+
+def test_an_offer_holds_its_tensors_until_it_is_withdrawn() -> None:
+    weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
+    offer = Offer(weights)
+    found = {name: opened(handle) for name, handle in offer.handles}
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], t) for name, t in weights.items())
+    offer.withdraw()
+    offer.withdraw()
+    assert not offer._held

@@ -35,17 +35,6 @@ def prompts(head: int = 0) -> list[list[int]]:
     ]
 
 
-@contextlib.contextmanager
-def handed(folder: str) -> Iterator[list[list[Any]]]:
-    """A checkpoint's tensors in this process's memory, by handles."""
-    from safetensors.torch import load_file
-
-    from isoexec.adapters.handles import handle_of
-
-    held = {name: handle_of(t) for name, t in load_file(f"{folder}/model.safetensors").items()}
-    yield [[name, handle] for name, (_, handle) in held.items()]
-
-
 def arguments(model: str, dtype: str, **more: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {
         "model": model,

@@ -19,7 +19,6 @@ from engine_common import (  # type: ignore[import-not-found]
     attribute,
     bits,
     census,
-    handed,
     in_child,
     prefix_hits,
     prompts,
@@ -36,6 +35,9 @@ from engine_tampers import of_class, periodic, planted, truth  # type: ignore[im
 
 def contract_bits(contract: str, first: str, second: str, dtype: str) -> dict[str, Any]:
     """One process, one rank: every way this engine comes to a logprob, and a weight sync by handles."""
+    from safetensors.torch import load_file
+
+    from isoexec.adapters.handles import Offer
     from isoexec.adapters.vllm.transfer import receiving
 
     found: dict[str, Any] = {}
@@ -50,8 +52,9 @@ def contract_bits(contract: str, first: str, second: str, dtype: str) -> dict[st
     found["reports"] = reports(rollout)
     found["weights"] = rollout.weights(step=0)
     found["census"] = census(llm)
-    with handed(second) as handles:
-        found["synced_weights"] = rollout.sync(handles, 1, step=1)
+    offer = Offer(load_file(Path(second) / "model.safetensors"))
+    found["synced_weights"] = rollout.sync(offer.handles, 1, step=1)
+    offer.withdraw()
     found["synced_version"] = llm.collective_rpc("isoexec_weight_partials", timeout=60)[0]["weight_version"]
     after, _ = sample(llm, rollout, asked)
     found["synced_tokens"], found["synced"] = tokens(after), bits(after)
