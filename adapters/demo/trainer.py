@@ -37,7 +37,7 @@ from isoexec.contracts.schema import Contract
 from isoexec.probes.client import Client, ProbeSettings
 from isoexec.probes.skip import ScoreSkip, padded
 
-__all__ = ["TrainerHost"]
+__all__ = ["TrainerHost", "draw"]
 
 
 class TrainerHost:
@@ -106,7 +106,7 @@ class TrainerHost:
             fused_attention=fused_attention,
         ).to(self._device)
         if random_weights:
-            _draw(self._model)
+            draw(self._model)
         self._microbatch = microbatch
         self._trainer: Trainer | None = None
         if not scores_only:
@@ -359,7 +359,7 @@ class TrainerHost:
 
 
 @torch.no_grad()
-def _draw(model: Any) -> None:
+def draw(model: Any) -> None:
     """Seeded weights by name that keep activations near 1, the same in every layout."""
     tied = unwrap(model).share_embeddings_and_output_weights
     for piece in pieces(model):

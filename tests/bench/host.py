@@ -42,11 +42,11 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from isoexec.adapters.demo.profiling import profiled
-from isoexec.adapters.demo.tiny import drawn, write_config
+from isoexec.adapters.demo.tiny import write_config
+from isoexec.adapters.demo.trainer import draw
 from isoexec.adapters.megatron.kinds import kinds_of
 from isoexec.adapters.megatron.logprobs import model_inputs, output_processor
 from isoexec.adapters.megatron.model import build
-from isoexec.adapters.megatron.weights import pieces
 from isoexec.contracts.schema import Contract, library
 
 SIDES = ("native", "contract")
@@ -90,9 +90,7 @@ def _model(args: argparse.Namespace, side: str, layers: int, folder: Path) -> An
         load=False,
         fused_attention=not args.tiny,
     )
-    with torch.no_grad():
-        for piece in pieces(model):
-            piece.write(piece.cut(drawn(piece.name, piece.whole, piece.view.device, tied=False)))
+    draw(model)
     return model
 
 

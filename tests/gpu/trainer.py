@@ -33,7 +33,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from isoexec.adapters import base
-from isoexec.adapters.demo.tiny import drawn
+from isoexec.adapters.demo.trainer import draw
 from isoexec.adapters.megatron import adapter, cpu
 from isoexec.adapters.megatron.kinds import kinds_of
 from isoexec.adapters.megatron.logprobs import (
@@ -46,7 +46,7 @@ from isoexec.adapters.megatron.logprobs import (
 )
 from isoexec.adapters.megatron.model import build
 from isoexec.adapters.megatron.training import Batch, Trainer
-from isoexec.adapters.megatron.weights import pieces, weight_partials
+from isoexec.adapters.megatron.weights import weight_partials
 from isoexec.contracts.errors import InstallError, IsoExecError
 from isoexec.contracts.schema import Contract, library
 from isoexec.kernels.gates import staged
@@ -154,7 +154,7 @@ class Run:
             config.write_text(json.dumps(self.sizes | {"num_hidden_layers": layers}))
         contract = None if native else self.contract
         made = build(where, contract=contract, load=False, **options)
-        fill(made)
+        draw(made)
         return made
 
     def sequences(self) -> list[Tensor]:
@@ -165,13 +165,6 @@ class Run:
     def rows(self) -> Tensor:
         most = max(self.lengths)
         return torch.stack([torch.nn.functional.pad(s, (0, most - len(s))) for s in self.sequences()])
-
-
-@torch.no_grad()
-def fill(model: Any) -> None:
-    """Random weights by name, the same under every layout."""
-    for piece in pieces(model):
-        piece.write(piece.cut(drawn(piece.name, piece.whole, piece.view.device, tied=False)))
 
 
 def _digest(x: Tensor, whole: Sequence[int], offset: Sequence[int]) -> tuple[int, int]:
