@@ -49,18 +49,22 @@ class Graphs:
 
     def __init__(self, model: Any) -> None:
         config, groups = model.config, model.pg_collection
-        for wanted, found in (
-            ("a model on a GPU", next(model.parameters()).is_cuda),
-            ("TP, PP and CP 1", groups.tp.size() == groups.pp.size() == groups.cp.size() == 1),
-            ("a model without experts, whose rows the host counts", config.num_moe_experts is None),
-            ("recompute_granularity None", config.recompute_granularity is None),
-            ("no dropout", not (config.hidden_dropout or config.attention_dropout)),
+        device = next(model.parameters()).device
+        degrees = {axis: getattr(groups, axis.lower()).size() for axis in ("TP", "PP", "CP")}
+        dropout = {name: getattr(config, name) for name in ("hidden_dropout", "attention_dropout")}
+        experts, recompute = config.num_moe_experts, config.recompute_granularity
+        for wanted, holds, found in (
+            ("a model on a GPU", device.type == "cuda", f"one on {device}"),
+            ("TP, PP and CP 1", set(degrees.values()) == {1}, degrees),
+            ("a model without experts, whose rows the host counts", experts is None, f"{experts} experts"),
+            ("recompute_granularity None", recompute is None, recompute),
+            ("no dropout", not any(dropout.values()), dropout),
         ):
-            if not found:
+            if not holds:
                 raise InstallError(
                     region="trainer",
                     wanted=f"{wanted}, for microbatches as CUDA graphs",
-                    found="another",
+                    found=str(found),
                     fix="leave graphs=False",
                 )
         self._model = model

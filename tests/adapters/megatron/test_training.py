@@ -191,7 +191,9 @@ def test_graphs_are_refused_where_there_is_no_gpu(
 ) -> None:
     def work() -> torch.Tensor:
         model = make(one, torch.bfloat16, contract)
-        with pytest.raises(InstallError, match="wanted a model on a GPU, for microbatches as CUDA graphs"):
+        with pytest.raises(
+            InstallError, match="wanted a model on a GPU, for microbatches as CUDA graphs, found one on cpu"
+        ):
             Trainer(model, graphs=True)
         return Trainer(model, microbatch=3).score(tokens[:4]) - score(model, tokens[:4])
 

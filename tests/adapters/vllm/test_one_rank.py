@@ -127,10 +127,8 @@ def test_loaded_weights_have_the_digests_of_the_checkpoint(
 
 
 def test_handles_are_refused_by_an_engine_that_was_not_started_for_them(native: dict[str, Any]) -> None:
-    assert (
-        "wanted an engine with the weight transfer backend 'isoexec', found None"
-        in (native["bfloat16"]["handles"])
-    )
+    said = native["bfloat16"]["handles"]
+    assert "wanted an engine with the weight transfer backend 'isoexec', found None" in said
 
 
 def test_after_a_sync_the_engine_is_one_started_from_the_new_checkpoint(found: dict[str, Any]) -> None:
