@@ -225,8 +225,11 @@ class Stream:
                 messages = await subscription.fetch(min(_BATCH, count - len(found)), timeout=1.0)
             except (nats.errors.TimeoutError, TimeoutError):
                 continue
-            heard = time.monotonic()
+            before = len(found)
             found |= {one.metadata.sequence.stream: one for one in messages}
+            if len(found) > before:
+                # those that are here come once more meanwhile, and one the server counts may be no more
+                heard = time.monotonic()
         for _, message in sorted(found.items()):
             self._take(message)
 

@@ -192,6 +192,27 @@ def test_a_killed_shard_and_a_killed_server_lose_nothing_and_are_unknown_meanwhi
     wait_until(lambda: asyncio.run(waiting()) == 0, "every frame is acknowledged once its run is over", 60)
 
 
+def test_frames_that_keep_coming_again_do_not_hold_up_new_ones_where_one_of_them_is_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As behind a server that was killed, whose count of what is not acknowledged is older than what it has stored."""
+    monkeypatch.setattr("isoexec.daemon.stream._AGAIN_SECONDS", 0.3)
+    frames = [SimpleNamespace(metadata=SimpleNamespace(sequence=SimpleNamespace(stream=n))) for n in (5, 4)]
+
+    class Subscription:
+        async def fetch(self, _batch: int, timeout: float) -> list[Any]:
+            await asyncio.sleep(min(0.05, timeout))
+            return frames
+
+    async def play() -> list[int]:
+        taken: list[Any] = []
+        async with asyncio.timeout(5):
+            await Stream._again(SimpleNamespace(_take=taken.append), Subscription(), 3)  # type: ignore[arg-type]
+        return [one.metadata.sequence.stream for one in taken]
+
+    assert asyncio.run(play()) == [4, 5]
+
+
 def test_what_came_late_outlives_a_daemon_that_dies_before_the_step_it_was_moved_to_is_judged(
     nats_server: Callable[..., Any],
     shard: Callable[..., Any],
