@@ -48,6 +48,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from isoexec.adapters.base import Plan
 from isoexec.adapters.vllm import state
+from isoexec.adapters.vllm.cuda_graphs import SampleGraphs
 from isoexec.adapters.vllm.hooks import (
     Hooks,
     IsoExecQuantization,
@@ -64,7 +65,17 @@ from isoexec.kernels.rms_norm.hopper.ops import add_rms_norm, rms_norm
 from isoexec.kernels.rope.hopper.ops import rope, tables
 from isoexec.kernels.silu_mul.hopper.ops import silu_mul_halves
 
-__all__ = ["ATTENTION", "IsoExecCUDAConfig", "IsoExecRMSNorm", "check", "install", "registered", "remove"]
+__all__ = [
+    "ATTENTION",
+    "HeadMethod",
+    "IsoExecCUDAConfig",
+    "IsoExecRMSNorm",
+    "TableMethod",
+    "check",
+    "install",
+    "registered",
+    "remove",
+]
 
 ATTENTION = "isoexec.adapters.vllm.cuda_attention.IsoExecAttentionBackend"
 
@@ -117,14 +128,17 @@ class IsoExecLinearMethod(UnquantizedLinearMethod):
         return _with_bias(_linear.linear(x, layer.weight), bias, self.bias_is_ours)
 
 
-def _logits(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+def _logits(layer: Any, x: Tensor, bias: Tensor | None, graphs: SampleGraphs | None) -> Tensor:
     """``x`` [tokens, K] bf16 -> fp32 logits [tokens, N] of a rank's part of the vocabulary."""
     refuse_unless(bias is None, "lm_head", "a head without bias", "a bias")
-    return _linear.linear(x, layer.weight, fp32_out=True)
+    held = None if graphs is None else graphs.logits(layer.weight, x)
+    return _linear.linear(x, layer.weight, fp32_out=True) if held is None else held
 
 
 class HeadMethod(UnquantizedEmbeddingMethod):
     """The output head: the same chain, fp32 logits that are never rounded to the model dtype."""
+
+    graphs: SampleGraphs | None = None
 
     def create_weights(
         self,
@@ -143,18 +157,20 @@ class HeadMethod(UnquantizedEmbeddingMethod):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x`` [tokens, K] -> fp32 logits [tokens, N]."""
-        return _logits(layer, x, bias)
+        return _logits(layer, x, bias, self.graphs)
 
 
 class TableMethod(LookupMethod):
     """The input embedding, and the output head of a model that ties the two."""
+
+    graphs: SampleGraphs | None = None
 
     def __init__(self) -> None:
         self.head_is_ours = state.installs("lm_head")
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x`` [tokens, K] -> fp32 logits [tokens, N]."""
-        return _logits(layer, x, bias) if self.head_is_ours else super().apply(layer, x, bias)
+        return _logits(layer, x, bias, self.graphs) if self.head_is_ours else super().apply(layer, x, bias)
 
 
 class IsoExecVocabParallelEmbedding(VocabParallelEmbedding):

@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import CompilationMode
+from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu_worker import Worker
 
 from isoexec.adapters.base import Plan
 from isoexec.adapters.vllm import state
 from isoexec.adapters.vllm.boundary import check_family, given_plan, mark_norms, plan_worker
-from isoexec.adapters.vllm.cuda import IsoExecRMSNorm, check
+from isoexec.adapters.vllm.cuda import HeadMethod, IsoExecRMSNorm, TableMethod, check
 from isoexec.adapters.vllm.cuda_attention import IsoExecAttentionImpl
 from isoexec.adapters.vllm.cuda_canaries import LOGPROBS
+from isoexec.adapters.vllm.cuda_graphs import SampleGraphs
 from isoexec.adapters.vllm.hooks import refuse_unless
 from isoexec.adapters.vllm.objects import bound_objects
 from isoexec.adapters.vllm.worker import IsoExecExtension
@@ -33,10 +34,11 @@ _RUNNER = "vllm.v1.worker.gpu.model_runner"
 _ROWS = (1, 19)  # rows of the probes of compiled code: a single one has providers of its own
 
 
-def bind_logprobs(plan: Plan) -> None:
+def bind_logprobs(plan: Plan, graphs: SampleGraphs) -> None:
     """Put the contract's function where the engine's runner takes every logprob: sampled, of the prompt, the best, of drafts.
 
     The runner has no extension point for it.  What its callers then give is asked by the region's canary, at each report.
+    ``graphs`` serve a decode step once they are recorded.
     """
     leaves = int(plan.constant(_REGION, "vocab_leaves"))
     inside = state.Inside(_REGION)
@@ -46,7 +48,10 @@ def bind_logprobs(plan: Plan) -> None:
         with inside:
             ids = token_ids.long()
             if ids.shape[1] == 1:  # of the sampled token alone, at every step
-                return token_logprobs(logits, ids.reshape(-1), vocab_leaves=leaves).unsqueeze(1)
+                ids = ids.reshape(-1)
+                held = graphs.logprobs(logits, ids)
+                own = token_logprobs(logits, ids, vocab_leaves=leaves) if held is None else held
+                return own.unsqueeze(1)
             columns = [column.contiguous() for column in ids.unbind(1)]
             return torch.stack([token_logprobs(logits, one, vocab_leaves=leaves) for one in columns], 1)
 
@@ -104,8 +109,9 @@ class IsoExecCUDAWorker(Worker, IsoExecExtension):
         cublaslt.claim()
         cublaslt.probe()
         plan = plan_worker(self.vllm_config, _refuse_beyond)
+        self._isoexec_graphs = SampleGraphs()
         if plan.installs(_REGION):
-            bind_logprobs(plan)
+            bind_logprobs(plan, self._isoexec_graphs)
 
     def load_model(self, **given: Any) -> None:
         """Load the model, tell each norm which region it serves, and refuse layers the contract has no function for."""
@@ -120,6 +126,7 @@ class IsoExecCUDAWorker(Worker, IsoExecExtension):
         cublaslt.check()  # before graphs are captured: they hold whatever computes now
         result = super().compile_or_warm_up_model()
         cublaslt.check()
+        self._isoexec_record()
         self._isoexec_remember()
         problem = self._isoexec_disagrees()
         refuse_unless(
@@ -130,6 +137,31 @@ class IsoExecCUDAWorker(Worker, IsoExecExtension):
             "remove VLLM_CACHE_ROOT's torch_compile_cache; if it stays so, pass enforce_eager=True and report it",
         )
         return result
+
+    @torch.inference_mode()
+    def _isoexec_record(self) -> None:
+        """Record head and logprobs for the rows that the engine has graphs for itself, and use them where it samples."""
+        config, runner = self.vllm_config.compilation_config, self.model_runner
+        heads = [bound for _, bound in bound_objects(runner)["lm_head"]]
+        if config.cudagraph_mode == CUDAGraphMode.NONE or not heads or not state.installs("lm_head"):
+            return
+        (head,) = heads
+        assert isinstance(head.quant_method, HeadMethod | TableMethod)
+        whole = (
+            state.installs(_REGION) and head.tp_size == 1
+        )  # else logprobs are of what the ranks' parts are joined to
+        plan = state.required(_REGION)
+        leaves = int(plan.constant(_REGION, "vocab_leaves")) if whole else None
+        self._isoexec_graphs.record(head.weight, config.cudagraph_capture_sizes or (), leaves)
+        head.quant_method.graphs = self._isoexec_graphs
+        refuse_unless(
+            hasattr(runner, "sample"),
+            "lm_head",
+            f"{_RUNNER}.sample, inside of which a step's graphs are used",
+            "no such method",
+            "use a build of the engine that this release was tried with, or pass enforce_eager=True",
+        )
+        runner.sample = self._isoexec_graphs.sampling(runner.sample)
 
     def _isoexec_tables(self) -> list[Tensor]:
         layers = {(int(r.head_size), float(r.base)): r for _, r in bound_objects(self.model_runner)["rope"]}

@@ -10,12 +10,24 @@ from isoexec.adapters.base import Plan
 from isoexec.contracts.diff import disagreements, one_line
 from isoexec.contracts.errors import InstallError
 
-__all__ = ["Inside", "activate", "active", "calls", "deactivate", "inside_region", "installs", "required"]
+__all__ = [
+    "Inside",
+    "activate",
+    "active",
+    "calls",
+    "deactivate",
+    "inside_region",
+    "installs",
+    "replays",
+    "required",
+]
 
 _plan: Plan | None = None
 _depth = 0
 calls: Counter[str] = Counter()
 """How often each region's code ran in this process."""
+replays: Counter[str] = Counter()
+"""How often a region was a graph of its own, recorded earlier, beside those that are in a graph of the engine's."""
 
 
 def activate(plan: Plan) -> None:

@@ -84,6 +84,7 @@ class IsoExecExtension:
                 "runner": described(self.model_runner),
                 "weight_version": getattr(self, "_isoexec_weight_version", None),
                 "calls": dict(state.calls),
+                "replays": dict(state.replays),
             }
         )
 

@@ -9,7 +9,8 @@ Columns: `native`; `contract`; `contract+skip`, whose trainer scores one sequenc
 for the others (`isoexec.probes.skip`); `invariant`, vLLM's batch-invariant mode before the native trainer. Each side's engine and
 trainer are processes of their own, for what they switch is process state. Sides take turns, the order turned in each round, and
 stay on the GPU together where `--resident` says so: otherwise a side ends its processes before the next one starts. The first
-step of a side's processes warms up and is not counted, nor are those in which the skip proves itself. `--bits N` then compares at
+step of a side's processes warms up and is not counted, nor are those in which the skip proves itself. `--generation` starts no
+trainer: a step is then its generation alone, and there is room for deeper models. `--bits N` then compares at
 least N sampled tokens, prompts of 16 to 4096, responses to 2048, batches of 1 to 256, rollout against trainer as integers,
 natively and under the contract.
 
@@ -205,7 +206,11 @@ class Bench:
     def _start(self, name: str) -> None:
         skips = name == "contract" and "contract+skip" in self.args.sides
         engine = self._eager_census() if skips and not self.args.tiny else None
-        job = self.open(name, self.task)
+        if self.args.generation:
+            made = self._made(name, self.task, self.layout(name), engine_model=self.model)
+            job = self._stack.enter_context(made)
+        else:
+            job = self.open(name, self.task)
         if skips:
             self.found["census"] = job.allow_skip(engine=engine)
         self._next[name] = 0
@@ -221,8 +226,13 @@ class Bench:
     def _step(self, job: Job, name: str, *, skip: bool) -> dict[str, Any]:
         step = self._next[name]
         self._next[name] += 1
-        record = job.step(step, rescore=0, skip=skip)
-        return asdict(record)
+        if self.args.generation:
+            rollout = job.sample(step, watched=False, rescore=0)
+            seconds = dict.fromkeys(PARTS, 0.0) | rollout["seconds"]
+            seconds["step"] = seconds["generation"]
+            tokens = sum(map(len, rollout["responses"]))
+            return {"seconds": seconds, "tokens": tokens, "scored": 0, "skip": None}
+        return asdict(job.step(step, rescore=0, skip=skip))
 
     def _profile(self, job: Job, name: str) -> None:
         """A step under each profiler; tables of every process to ``profile/NAME``, the engine's own beside them."""
@@ -442,6 +452,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=1000, help="turns of each side at most")
     parser.add_argument("--steps", type=int, default=1, help="measured steps a turn")
     parser.add_argument("--resident", action="store_true", help="all sides stay on the GPU")
+    parser.add_argument("--generation", action="store_true", help="engines alone, without trainers")
     parser.add_argument("--engine-tp", type=int, default=1, help="tensor-parallel degree of the engine")
     parser.add_argument("--trainer-tp", type=int, default=1, help="tensor-parallel degree of the trainer")
     parser.add_argument("--sequence-parallel", action="store_true", help="in the trainer")
@@ -493,6 +504,10 @@ def main(argv: list[str] | None = None) -> int:
     require_known("--graphs", args.graphs, [side for side in SIDES if "+" not in side])
     if args.tiny and args.graphs:
         raise SystemExit("--graphs: wanted a GPU, found --tiny; leave one of them out")
+    if args.generation and (args.bits or args.faults or "contract+skip" in sides):
+        raise SystemExit(
+            "--generation: wanted sides without a trainer's part, found --bits, --faults or contract+skip"
+        )
     args.sides = sides
     small: dict[str, Any] = {"prompts": 2, "prompt": [8, 24], "response": 24}
     large: dict[str, Any] = {"prompts": 8, "prompt": [64, 512], "response": 512}

@@ -18,6 +18,7 @@ long                  one past the first attention segment, by chunks
 company               the same tokens rescored in another order and beside others
 reload                other weights in place: other logprobs, then the first weights' own again
 again                 the report after all of that
+replays               that head and logprobs of decode steps were replayed, where the engine captures anything
 """
 
 from __future__ import annotations
@@ -221,6 +222,19 @@ def report(llm: Any, contract: str) -> dict[str, Any]:
     return {name: [r["object"], r["provider"], r["ok"]] for name, r in raw[0]["regions"].items()}
 
 
+def replays(llm: Any, eager: bool) -> dict[str, int]:
+    """How often head and logprobs were graphs of their own; raises where they never were, or were in an eager engine."""
+    from isoexec.adapters.vllm.adapter import collect_reports
+
+    regions = ("lm_head", "logprobs")
+    found = [
+        {region: one["replays"].get(region, 0) for region in regions} for one in collect_reports(llm, 100.0)
+    ]
+    if any((count > 0) == eager for one in found for count in one.values()):
+        raise AssertionError(f"wanted {'none' if eager else 'some of either'}, found {found}")
+    return found[0]
+
+
 Scores = list[tuple[list[int], np.ndarray[Any, Any]]]
 
 
@@ -371,12 +385,16 @@ def stages(run: Run, contract: str, place: Path, asked: argparse.Namespace) -> N
                 llm.collective_rpc("isoexec_load_weights", args=(str(path), version))
                 llm.reset_prefix_cache()
                 told.append(score(llm, pairs))
+                fresh = decode(llm, prompts, 8)  # by graphs, which read the weights where they lie
+                read = score(llm, [(p, tokens) for p, (tokens, _) in zip(prompts, fresh, strict=True)])
+                same([logprobs for _, logprobs in fresh], read)
             if all(np.array_equal(a.view(np.int32), b.view(np.int32)) for a, b in zip(*told, strict=True)):
                 raise AssertionError("other weights gave the same logprobs")
             return same(values, told[1])
 
         run.stage("reload", reload)
     run.stage("again", lambda: report(llm, contract))
+    run.stage("replays", lambda: replays(llm, asked.eager))
 
 
 if __name__ == "__main__":

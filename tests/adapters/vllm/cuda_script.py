@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 
 from isoexec.adapters.base import Binding, Enforcement, Plan, regions_of
-from isoexec.adapters.vllm import cuda, cuda_attention, cuda_canaries, cuda_worker, state
+from isoexec.adapters.vllm import cuda, cuda_attention, cuda_canaries, cuda_graphs, cuda_worker, state
 from isoexec.contracts.errors import InstallError, IsoExecError
 from isoexec.contracts.schema import Contract
 from isoexec.contracts.schema import library as contracts
@@ -306,7 +306,8 @@ def logprobs() -> dict[str, Any]:
     """The contract's logprobs through the engine's function, of a sampled token and two others."""
     from isoexec.kernels.logprobs.hopper import naive as specified
 
-    cuda_worker.bind_logprobs(plan_of("qwen3-dense-sm90", logprobs={"vocab_leaves": 2}))
+    plan = plan_of("qwen3-dense-sm90", logprobs={"vocab_leaves": 2})
+    cuda_worker.bind_logprobs(plan, cuda_graphs.SampleGraphs())
     from vllm.v1.worker.gpu.sample import logprob
 
     g = torch.Generator().manual_seed(2)
@@ -336,6 +337,120 @@ def logprobs() -> dict[str, Any]:
     return {"shape": list(found.shape), "equal": torch.equal(found, torch.stack(wanted, 1)), **told}
 
 
+class Recorder:
+    """Stands in for the device: what is called while a graph records is called again, into the same places, by a replay."""
+
+    def __init__(self) -> None:
+        self.steps: list[Callable[[], Any]] = []
+
+    def replay(self) -> None:
+        for step in self.steps:
+            step()
+
+
+def sample_graphs() -> dict[str, Any]:
+    """Which calls the graphs of head and logprobs serve, and with what; the device, the product and the logprobs stand in."""
+    recording: list[Recorder] = []
+    capturing = [False]
+    flipped = [False]
+
+    class Recording:
+        def __init__(self, graph: Recorder, **_: Any) -> None:
+            self.graph = graph
+
+        def __enter__(self) -> None:
+            recording.append(self.graph)
+
+        def __exit__(self, *_: object) -> None:
+            recording.pop()
+
+    def product(
+        _: str, x: Tensor, w: Tensor, acc: None, dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
+        out = torch.empty(len(x), len(w), dtype=dtype) if out is None else out
+
+        def step(here: bool) -> None:
+            out.copy_(torch.stack([row.float() @ w.float().T for row in x]))  # no row sees another one
+            out.view(torch.int32)[0, 0] ^= here and flipped[0]
+
+        for graph in recording:
+            graph.steps.append(lambda: step(True))
+        step(False)
+        return out
+
+    def token_logprobs(logits: Tensor, ids: Tensor, *, vocab_leaves: int) -> Tensor:
+        out = torch.empty(len(logits))
+
+        def step() -> None:
+            out.copy_(logits.log_softmax(-1).gather(1, ids[:, None])[:, 0])
+
+        for graph in recording:
+            graph.steps.append(step)
+        step()
+        return out
+
+    device: dict[str, Any] = {
+        "graph_pool_handle": lambda: (0, 1),
+        "Stream": lambda: None,
+        "CUDAGraph": Recorder,
+        "graph": Recording,
+        "is_current_stream_capturing": lambda: capturing[0],
+    }
+    for name, made in device.items():
+        setattr(torch.cuda, name, made)
+    vars(cuda_graphs).update(product=product, token_logprobs=token_logprobs)
+
+    weight = torch.randn(64, 16, generator=torch.Generator().manual_seed(3)).to(BF16)
+    x = torch.randn(9, 16, generator=torch.Generator().manual_seed(4)).to(BF16)
+    wanted = product("forward", x, weight, None, torch.float32)
+    ids = torch.arange(9)
+    graphs = cuda_graphs.SampleGraphs()
+    graphs.record(weight, (1, 2, 4, 8, 512), 2)
+
+    def served(rows: int) -> bool | None:
+        found = graphs.logits(weight, x[:rows])
+        return None if found is None else torch.equal(found, wanted[:rows])
+
+    def sample(rows: int) -> dict[str, Any]:
+        logits = graphs.logits(weight, x[:rows])
+        assert logits is not None
+        own = torch.equal(logits, wanted[:rows])
+        found = graphs.logprobs(logits, ids[:rows])
+        told = {
+            "processed": graphs.logprobs(logits.clone(), ids[:rows]),
+            "fewer": graphs.logprobs(logits[:1], ids[:1]) if rows > 1 else None,
+            "again": served(rows),
+        }
+        assert found is not None
+        kept.append(found)
+        return {"own": own, "logprobs": rows == len(found), **told}
+
+    kept: list[Tensor] = []
+    within = graphs.sampling(sample)
+    told: dict[str, Any] = {"outside": served(3)}
+    told |= {f"rows {rows}": within(rows) for rows in (3, 8, 1)}
+    # handed out, they outlive the next step's
+    told["copies"] = [torch.equal(a, wanted[: len(a)].log_softmax(-1).diagonal()[: len(a)]) for a in kept]
+    told["more"] = graphs.sampling(served)(9)
+    told["logprobs outside"] = graphs.logprobs(wanted[:3], ids[:3])
+
+    def broken() -> None:
+        raise ValueError
+
+    try:
+        graphs.sampling(broken)()
+    except ValueError:
+        told["after an error"] = served(3)
+    capturing[0] = True
+    told["captured"] = graphs.sampling(served)(3)
+    capturing[0] = False
+    weight = weight.clone()
+    told["moved"] = graphs.sampling(served)(3)
+    flipped[0] = True
+    told["flipped"] = refused(lambda: cuda_graphs.SampleGraphs().record(weight, (2, 4), 2))
+    return told
+
+
 def refused(work: Callable[[], Any]) -> str:
     try:
         work()
@@ -358,7 +473,7 @@ def main() -> None:
     with set_current_vllm_config(VllmConfig()):
         found |= {"tables": tables(), "traced": traced()}
     found |= {"attention": attention(), "logprobs": logprobs(), "attention_canary": attention_canary()}
-    found["compiled"] = compiled_code()
+    found |= {"compiled": compiled_code(), "graphs": sample_graphs()}
     print(json.dumps(found))
 
 

@@ -246,3 +246,21 @@ def test_compiled_code_is_held_to_the_layers_at_every_number_of_rows(found: dict
     )
     assert said["fewer"] == "compiled code hands on 2 tensors, the layers 3"
     assert "torch.bfloat16 [19, 8] before attention 0, the layers torch.bfloat16 [1, 8]" in said["shape"]
+
+
+def test_graphs_of_head_and_logprobs_serve_a_sampled_step_alone(found: dict[str, Any]) -> None:
+    said = found["graphs"]
+    own = {"own": True, "logprobs": True, "processed": None, "fewer": None, "again": None}
+    assert [said[f"rows {rows}"] for rows in (1, 3, 8)] == [own] * 3
+    elsewhere = ("outside", "more", "logprobs outside", "after an error", "captured", "moved")
+    assert [said[where] for where in elsewhere] == [None] * len(elsewhere)
+
+
+def test_logprobs_of_a_graph_outlive_its_next_replay(found: dict[str, Any]) -> None:
+    assert found["graphs"]["copies"] == [True, True, True]
+
+
+def test_a_graph_with_other_bits_than_its_functions_is_refused_where_it_is_recorded(
+    found: dict[str, Any],
+) -> None:
+    assert found["graphs"]["flipped"] == "lm_head: 1 logits of the first 2 of 2 rows are others"
