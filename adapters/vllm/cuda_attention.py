@@ -49,8 +49,8 @@ PAGES = (16, 64)  # rows of a cache block
 
 
 class Said(NamedTuple):
-    """What the engine says of a step, on the device: ``positions`` [tokens] (None: each request's last), ``q_start`` [B + 1],
-    ``lengths`` [B] and ``blocks`` [B, width].
+    """What the engine says of a step, on the device: ``positions`` [tokens] (None where a request has one row, its last),
+    ``q_start`` [B + 1], ``lengths`` [B] and ``blocks`` [B, width].
     """
 
     positions: Tensor | None
@@ -82,7 +82,7 @@ class IsoExecMetadata(AttentionMetadata):
         """Fill plan and positions on the device's current stream; the host waits for nothing."""
         positions, q_start, lengths, blocks = self.said
         if positions is None:
-            self.position.copy_(lengths[: self.tokens]).sub_(1).clamp_(min=0)
+            torch.sub(lengths[: self.tokens], 1, out=self.position).clamp_(min=0)
         else:
             self.position.copy_(positions)
         self.plan.fill(q_start, lengths, blocks=blocks)
@@ -157,16 +157,17 @@ def _said(common: Any) -> Said:
     """What the engine says of a step; InstallError where that is no step of causal attention, or lacks the rows' positions."""
     refuse_unless(common.causal is True, _REGION, "causal attention", "another mask")
     requests, tokens = int(common.num_reqs), int(common.num_actual_tokens)
-    # what a drafting head adds by itself comes without: a row a request, the last one; behind them is padding
+    # a row a request is its last one, behind them is padding: so a drafting head says no positions, though its captures do
+    last = common.max_query_len == 1 and tokens <= requests
     refuse_unless(
-        common.positions is not None or (common.max_query_len == 1 and tokens <= requests),
+        common.positions is not None or last,
         _REGION,
         "a position for each row in the step's metadata",
         "none",
         "run the V2 model runner: VLLM_USE_V2_MODEL_RUNNER must not be 0",
     )
     return Said(
-        None if common.positions is None else common.positions[:tokens],
+        None if last else common.positions[:tokens],
         common.query_start_loc[: requests + 1],
         common.seq_lens[:requests],
         common.block_table_tensor[:requests],

@@ -134,6 +134,13 @@ def attention() -> dict[str, Any]:
         except IsoExecError as error:
             refused = str(error)
         captured.held = captured.said.places  # as a capture leaves it
+        again = common([(1, 10, 1), (0, 69, 1), (2, 34, 1)], 1)
+        q_start, lengths, blocks = captured.said[1:]
+        again.query_start_loc, again.seq_lens, again.block_table_tensor = q_start, lengths, blocks
+        drafting = []  # what a drafting head's step says is in the same places, with positions and without
+        for positions in (again.positions, None):
+            again.positions = positions
+            drafting.append(builder.build(0, again) is captured)
         try:
             step([(1, 10, 1), (0, 69, 1), (2, 34, 1)], 1)
         except IsoExecError as error:
@@ -150,6 +157,7 @@ def attention() -> dict[str, Any]:
         "keys": [list(key) for key in builder.kept],
         "refused": refused,
         "moved": moved,
+        "drafting": drafting,
         "filled_by_one": captured.filler is impl,
     }
 

@@ -219,6 +219,12 @@ def test_a_step_whose_buffers_are_not_those_its_graph_reads_is_refused(found: di
     )
 
 
+def test_a_drafting_heads_steps_say_no_positions_and_are_those_that_were_captured(
+    found: dict[str, Any],
+) -> None:
+    assert found["attention"]["drafting"] == [True, True]
+
+
 def test_logprobs_of_the_engines_function_are_the_contracts(found: dict[str, Any]) -> None:
     assert found["logprobs"] == {
         "shape": [3, 3],
