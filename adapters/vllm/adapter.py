@@ -30,7 +30,6 @@ from isoexec.contracts.schema import Contract
 __all__ = ["VllmAdapter", "collect_reports", "engine_args", "report_of"]
 
 _EXTENSION = "isoexec.adapters.vllm.worker.IsoExecExtension"
-_NATIVE_ATTENTION = "FLASH_ATTN"
 _QUANTIZATION = "isoexec"
 _CAPTURE = ("cudagraph_capture_sizes", "cudagraph_mode", "max_cudagraph_capture_size")
 _MODES = ("raw_logprobs", "processed_logprobs")
@@ -142,8 +141,9 @@ def _contracted(user: Mapping[str, Any], plan: Plan, engine: Engine) -> dict[str
 
 
 def _drafted(theirs: Any, methods: tuple[str, ...]) -> dict[str, Any]:
-    """A user's speculative config whose drafts the engine computes with its own attention: they decide which tokens are asked
-    about, and no bit of what is answered.
+    """A user's speculative config: drafts decide which tokens are asked about, and no bit of what is answered.
+
+    The engine gives a draft head its own attention backend, which is the contract's, whatever this config says of one.
     """
     given = theirs if isinstance(theirs, Mapping) else {}
     _refuse(
@@ -153,15 +153,15 @@ def _drafted(theirs: Any, methods: tuple[str, ...]) -> dict[str, Any]:
         repr(theirs),
         "name the method, or leave speculative decoding out",
     )
-    for name, own in (("attention_backend", _NATIVE_ATTENTION), ("quantization", None)):
+    for name in ("attention_backend", "quantization"):
         _refuse(
             "speculative_config",
-            given.get(name, own) == own,
-            f"{name} {own}: drafts are the engine's own",
+            given.get(name) is None,
+            f"no {name}: the engine chooses that of a draft head",
             repr(given.get(name)),
-            "leave it to engine_args",
+            "leave it out",
         )
-    return {**given, "attention_backend": _NATIVE_ATTENTION}
+    return dict(given)
 
 
 def _compiled(theirs: Any, ours: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from isoexec.adapters.vllm import state
 from isoexec.adapters.vllm.hooks import refuse_unless
+from isoexec.contracts.errors import InstallError
 from isoexec.kernels.linear.hopper.products import product
 from isoexec.kernels.logprobs.hopper.ops import token_logprobs
 
@@ -47,19 +48,23 @@ class SampleGraphs:
     """The graphs of one head; before `record` there are none, and `logits` and `logprobs` give None: compute them then."""
 
     def __init__(self) -> None:
-        self._sizes: list[_Size | None] = [None]  # by how many rows there are
+        self._recorded: list[_Size] = []
+        self._serving: list[_Size | None] = [None]  # by how many rows there are
+        self._head: Any = None
         self._weight = 0
+        self._vocab_leaves: int | None = None
         self._asks = False
         self._live: tuple[_Size, int] | None = None
 
-    def record(self, weight: Tensor, sizes: Iterable[int], vocab_leaves: int | None) -> None:
-        """Record the head ``weight`` [V, K] for each of ``sizes`` up to `MOST_ROWS`, and with ``vocab_leaves`` logprobs too.
+    def record(self, head: Any, sizes: Iterable[int], vocab_leaves: int | None) -> None:
+        """Record ``head``, whose weight is [V, K], for each of ``sizes`` up to `MOST_ROWS`, and with ``vocab_leaves`` logprobs.
 
-        Raises InstallError where a graph cannot be recorded, or has other bits than the functions called one by one.
+        Raises InstallError where a graph cannot be recorded, or `disagrees` at once.
         """
         wanted = sorted({size for size in sizes if 0 < size <= MOST_ROWS})
         if not wanted:
             return
+        weight = head.weight
         rows, (vocabulary, width) = wanted[-1], weight.shape
         hidden = torch.zeros(rows, width, dtype=weight.dtype, device=weight.device)
         logits = torch.zeros(rows, vocabulary, dtype=torch.float32, device=weight.device)
@@ -73,23 +78,62 @@ class SampleGraphs:
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     made = call()
             except RuntimeError as error:
-                refuse_unless(
-                    False, "lm_head", "a head that a CUDA graph can hold", error, "pass enforce_eager=True"
-                )
-                raise
+                raise InstallError(
+                    region="lm_head",
+                    wanted="a head that a CUDA graph can hold",
+                    found=str(error),
+                    fix="pass enforce_eager=True and report it",
+                ) from error
             return graph, made
 
-        found: list[_Size] = []
         for size in wanted:
             x, out, ids = hidden[:size], logits[:size], target[:size]
             graph, _ = recorded(partial(product, "forward", x, weight, None, torch.float32, out))
             second, made = None, None
             if vocab_leaves is not None:
                 second, made = recorded(partial(token_logprobs, out, ids, vocab_leaves=vocab_leaves))
-            found.append(_Size(hidden=x, logits=out, head=graph, target=ids, logprobs=made, pick=second))
-        _require_bits(found, weight, vocab_leaves)
-        self._sizes = [next(one for one in found if len(one.hidden) >= n) for n in range(rows + 1)]
-        self._weight = weight.data_ptr()
+            self._recorded.append(
+                _Size(hidden=x, logits=out, head=graph, target=ids, logprobs=made, pick=second)
+            )
+        self._head, self._weight, self._vocab_leaves = head, weight.data_ptr(), vocab_leaves
+        problem = self.disagrees()
+        refuse_unless(
+            problem is None,
+            "lm_head",
+            "graphs with the bits of the functions they were recorded of",
+            problem,
+            "pass enforce_eager=True and report it",
+        )
+        self._serving = [next(one for one in self._recorded if len(one.hidden) >= n) for n in range(rows + 1)]
+
+    def disagrees(self) -> str | None:
+        """Where a graph has other bits than the functions, called for all of its rows and for the first alone; in words.
+
+        To be called between steps.  Graphs of a weight that lies elsewhere now serve nobody, and are not asked.
+        """
+        if not self._recorded or self._head.weight.data_ptr() != self._weight:
+            return None
+        weight, leaves = self._head.weight, self._vocab_leaves
+        counts, places = [], []
+        for size in self._recorded:
+            rows, width = size.hidden.shape
+            at = torch.arange(rows * width, device=weight.device)
+            size.hidden.copy_(((at * 7919 % 509 - 254) / 128).view(rows, width))
+            size.target.copy_(torch.arange(rows, device=weight.device) * 104729 % len(weight))
+            size.head.replay()
+            asked = [(size.logits[:n], f"logits of the first {n}", size.hidden[:n]) for n in (rows, 1)]
+            for found, what, x in asked:
+                counts.append(_differing(found, product("forward", x, weight, None, torch.float32)))
+                places.append((what, rows))
+            if size.pick is not None and size.logprobs is not None and leaves is not None:
+                size.pick.replay()
+                own = token_logprobs(size.logits, size.target, vocab_leaves=leaves)
+                counts.append(_differing(size.logprobs, own))
+                places.append(("logprobs", rows))
+        for count, (what, rows) in zip(torch.stack(counts).tolist(), places, strict=True):
+            if count:
+                return f"the graph of {rows} rows differs from its functions in {count} {what}"
+        return None
 
     def sampling(self, sample: Callable[..., Any]) -> Callable[..., Any]:
         """The runner's ``sample``, inside of which the graphs are used."""
@@ -112,12 +156,12 @@ class SampleGraphs:
         asks, self._asks = self._asks, False
         if (
             not asks
-            or not 0 < rows < len(self._sizes)
+            or not 0 < rows < len(self._serving)
             or weight.data_ptr() != self._weight
             or torch.cuda.is_current_stream_capturing()
         ):
             return None
-        size = self._sizes[rows]
+        size = self._serving[rows]
         assert size is not None
         size.hidden[:rows].copy_(x)
         size.head.replay()
@@ -146,34 +190,5 @@ class SampleGraphs:
         return size.logprobs[:rows].clone()
 
 
-def _require_bits(sizes: Iterable[_Size], weight: Tensor, vocab_leaves: int | None) -> None:
-    """InstallError where a size's graphs have other bits than the functions called for its rows, and for the first alone."""
-    counts: list[Tensor] = []
-    places: list[tuple[str, int]] = []
-
-    def differing(found: Tensor, wanted: Tensor) -> Tensor:
-        return (found.view(torch.int32) != wanted.view(torch.int32)).sum()
-
-    for size in sizes:
-        rows, width = size.hidden.shape
-        at = torch.arange(rows * width, device=weight.device)
-        size.hidden.copy_(((at * 7919 % 509 - 254) / 128).view(rows, width))
-        size.target.copy_(torch.arange(rows, device=weight.device) * 104729 % len(weight))
-        size.head.replay()
-        for n in (rows, 1):
-            wanted = product("forward", size.hidden[:n], weight, None, torch.float32)
-            counts.append(differing(size.logits[:n], wanted))
-            places.append((f"logits of the first {n}", rows))
-        if size.pick is not None and size.logprobs is not None and vocab_leaves is not None:
-            size.pick.replay()
-            own = token_logprobs(size.logits, size.target, vocab_leaves=vocab_leaves)
-            counts.append(differing(size.logprobs, own))
-            places.append(("logprobs", rows))
-    for count, (what, rows) in zip(torch.stack(counts).tolist(), places, strict=True):
-        refuse_unless(
-            count == 0,
-            "lm_head",
-            "graphs with the bits of the functions they were recorded of",
-            f"{count} {what} of {rows} rows are others",
-            "pass enforce_eager=True and report it",
-        )
+def _differing(found: Tensor, wanted: Tensor) -> Tensor:
+    return (found.view(torch.int32) != wanted.view(torch.int32)).sum()

@@ -145,14 +145,15 @@ class IsoExecCUDAWorker(Worker, IsoExecExtension):
         heads = [bound for _, bound in bound_objects(runner)["lm_head"]]
         if config.cudagraph_mode == CUDAGraphMode.NONE or not heads or not state.installs("lm_head"):
             return
-        (head,) = heads
+        refuse_unless(len(heads) == 1, "lm_head", "one output head", f"{len(heads)} of them")
+        head = heads[0]
         assert isinstance(head.quant_method, HeadMethod | TableMethod)
         whole = (
             state.installs(_REGION) and head.tp_size == 1
         )  # else logprobs are of what the ranks' parts are joined to
         plan = state.required(_REGION)
         leaves = int(plan.constant(_REGION, "vocab_leaves")) if whole else None
-        self._isoexec_graphs.record(head.weight, config.cudagraph_capture_sizes or (), leaves)
+        self._isoexec_graphs.record(head, config.cudagraph_capture_sizes or (), leaves)
         head.quant_method.graphs = self._isoexec_graphs
         refuse_unless(
             hasattr(runner, "sample"),
@@ -173,14 +174,16 @@ class IsoExecCUDAWorker(Worker, IsoExecExtension):
 
     @torch.inference_mode()
     def _isoexec_disagrees(self) -> str | None:
-        """Where compiled code, which captured graphs hold, has other bits than the bound layers called one by one.
+        """Where compiled code, which captured graphs hold, has other bits than the bound layers called one by one, or a graph of
+        the head.
 
         All read the same rows; attention hands on its queries, and keeps what every layer gave it.  The layers are called with
         the most rows only: no bit of a row may depend on how many come with it, and where compiled code takes another provider
         for few rows, it is held to that as well.
         """
-        if self.vllm_config.compilation_config.mode in (None, CompilationMode.NONE):
-            return None
+        graphs = self._isoexec_graphs.disagrees()
+        if graphs is not None or self.vllm_config.compilation_config.mode in (None, CompilationMode.NONE):
+            return graphs
         layered = self._isoexec_forward(max(_ROWS), True)
         passes = [(rows, self._isoexec_forward(rows, False)) for rows in _ROWS]
         return _disagreement(layered, passes)

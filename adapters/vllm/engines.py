@@ -26,9 +26,9 @@ class Engine:
     ``module`` installs its hooks (``install``, ``remove``, ``registered``), ``worker`` is the qualified worker class. Where the
     engine may compile under a contract, ``compilation`` is the config that goes with it, else it is None and the engine is
     eager. ``attention_backend`` is asked for by name where that is how the contract's is chosen. ``drafts`` are methods of
-    speculative decoding that may guess tokens beside the contract's model, with the engine's own arithmetic. ``switches`` are
-    those that the worker itself claims before it computes: whoever starts it need not have them. ``census`` is the file beside
-    this module that allows what the engine computes outside every region.
+    speculative decoding that may guess tokens beside the contract's model. ``switches`` are those that the worker itself claims
+    before it computes: whoever starts it need not have them. ``census`` is the file beside this module that allows what the
+    engine computes outside every region.
     """
 
     distribution: str

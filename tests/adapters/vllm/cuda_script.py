@@ -135,8 +135,8 @@ def attention() -> dict[str, Any]:
             refused = str(error)
         captured.held = captured.said.places  # as a capture leaves it
         again = common([(1, 10, 1), (0, 69, 1), (2, 34, 1)], 1)
-        q_start, lengths, blocks = captured.said[1:]
-        again.query_start_loc, again.seq_lens, again.block_table_tensor = q_start, lengths, blocks
+        of = captured.said
+        again.query_start_loc, again.seq_lens, again.block_table_tensor = of.q_start, of.lengths, of.blocks
         drafting = []  # what a drafting head's step says is in the same places, with positions and without
         for positions in (again.positions, None):
             again.positions = positions
@@ -413,7 +413,8 @@ def sample_graphs() -> dict[str, Any]:
     wanted = product("forward", x, weight, None, torch.float32)
     ids = torch.arange(9)
     graphs = cuda_graphs.SampleGraphs()
-    graphs.record(weight, (1, 2, 4, 8, 512), 2)
+    head = SimpleNamespace(weight=weight)
+    graphs.record(head, (1, 2, 4, 8, 512), 2)
 
     def served(rows: int) -> bool | None:
         found = graphs.logits(weight, x[:rows])
@@ -452,10 +453,12 @@ def sample_graphs() -> dict[str, Any]:
     capturing[0] = True
     told["captured"] = graphs.sampling(served)(3)
     capturing[0] = False
-    weight = weight.clone()
-    told["moved"] = graphs.sampling(served)(3)
+    told["sound"] = graphs.disagrees()
     flipped[0] = True
-    told["flipped"] = refused(lambda: cuda_graphs.SampleGraphs().record(weight, (2, 4), 2))
+    told["later"] = graphs.disagrees()
+    told["flipped"] = refused(lambda: cuda_graphs.SampleGraphs().record(head, (2, 4), 2))
+    head.weight = weight = weight.clone()
+    told["moved"], told["asked"] = graphs.sampling(served)(3), graphs.disagrees()
     return told
 
 
