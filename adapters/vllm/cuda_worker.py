@@ -148,10 +148,8 @@ class IsoExecCUDAWorker(Worker, IsoExecExtension):
         refuse_unless(len(heads) == 1, "lm_head", "one output head", f"{len(heads)} of them")
         head = heads[0]
         assert isinstance(head.quant_method, HeadMethod | TableMethod)
-        whole = (
-            state.installs(_REGION) and head.tp_size == 1
-        )  # else logprobs are of what the ranks' parts are joined to
-        plan = state.required(_REGION)
+        # of a head in parts, logprobs are of what these are joined to
+        whole, plan = state.installs(_REGION) and head.tp_size == 1, state.required(_REGION)
         leaves = int(plan.constant(_REGION, "vocab_leaves")) if whole else None
         self._isoexec_graphs.record(head, config.cudagraph_capture_sizes or (), leaves)
         head.quant_method.graphs = self._isoexec_graphs

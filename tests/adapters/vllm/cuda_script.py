@@ -462,6 +462,44 @@ def sample_graphs() -> dict[str, Any]:
     return told
 
 
+def recorded_by_worker() -> dict[str, Any]:
+    """What a worker hands its graphs for record, by how the engine captures and how many ranks share the head."""
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    def asked(mode: Any, tp: int, *, whole_runner: bool = True) -> dict[str, Any]:
+        given: list[Any] = []
+        graphs = SimpleNamespace(record=lambda *of: given.extend(of), sampling=lambda own: ("within", own))
+        head = bare(nn.Module, tp_size=tp, quant_method=cuda.HeadMethod())
+        config = SimpleNamespace(cudagraph_mode=mode, cudagraph_capture_sizes=[1, 2])
+        runner = SimpleNamespace(sample="sample") if whole_runner else SimpleNamespace()
+        worker: Any = SimpleNamespace(
+            vllm_config=SimpleNamespace(compilation_config=config),
+            model_runner=runner,
+            _isoexec_graphs=graphs,
+        )
+        kept = vars(cuda_worker)["bound_objects"]
+        vars(cuda_worker)["bound_objects"] = lambda _: {"lm_head": [("lm_head", head)]}
+        try:
+            said = refused(lambda: cuda_worker.IsoExecCUDAWorker._isoexec_record(worker))
+        finally:
+            vars(cuda_worker)["bound_objects"] = kept
+        return {
+            "given": [given[0] is head, *given[1:]] if given else None,
+            "serves": head.quant_method.graphs is graphs,
+            "sample": getattr(runner, "sample", None),
+            "refused": said,
+        }
+
+    return {
+        "captures": asked(CUDAGraphMode.FULL_AND_PIECEWISE, 1),
+        "ranks": asked(CUDAGraphMode.FULL_AND_PIECEWISE, 2),
+        "eager": asked(CUDAGraphMode.NONE, 1),
+        "other runner": asked(CUDAGraphMode.PIECEWISE, 1, whole_runner=False)["refused"],
+        "runner": callable(GPUModelRunner.sample),
+    }
+
+
 def refused(work: Callable[[], Any]) -> str:
     try:
         work()
@@ -484,7 +522,7 @@ def main() -> None:
     with set_current_vllm_config(VllmConfig()):
         found |= {"tables": tables(), "traced": traced()}
     found |= {"attention": attention(), "logprobs": logprobs(), "attention_canary": attention_canary()}
-    found |= {"compiled": compiled_code(), "graphs": sample_graphs()}
+    found |= {"compiled": compiled_code(), "record": recorded_by_worker(), "graphs": sample_graphs()}
     print(json.dumps(found))
 
 

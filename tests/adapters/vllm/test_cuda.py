@@ -262,3 +262,19 @@ def test_a_graph_with_other_bits_than_its_functions_is_found(found: dict[str, An
         "lm_head: the graph of 2 rows differs from its functions in 1 logits of the first 2"
     )
     assert said["asked"] is None  # it serves nobody any more
+
+
+def test_a_worker_records_its_head_where_the_engine_captures_and_logprobs_where_it_is_whole(
+    found: dict[str, Any],
+) -> None:
+    said = found["record"]
+    assert said["captures"] == {
+        "given": [True, [1, 2], 8],
+        "serves": True,
+        "sample": ["within", "sample"],
+        "refused": "nothing",
+    }
+    assert said["ranks"] == {**said["captures"], "given": [True, [1, 2], None]}
+    assert said["eager"] == {"given": None, "serves": False, "sample": "sample", "refused": "nothing"}
+    assert said["other runner"] == "lm_head: no such method"
+    assert said["runner"]
